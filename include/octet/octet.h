@@ -166,7 +166,7 @@ typedef struct octet_attention {
 //
 // Shapes (b batch, h heads of q, g heads of k and v with h a multiple of g, n queries, m keys):
 // q [b h n d], k [b g m d], v [b g m e], o [b h n e], lse [b h n 1]; a gradient or tangent has the shape of
-// its primal. Head dims d and e: multiples of 8 up to 256.
+// its primal. Head dims d and e: multiples of 8 up to 512.
 //
 // Sinks [1 h 1 1] or [b h 1 1] (f32; at precision f64 also f64) are one more logit of every query of a head, whose
 // value is 0: they enter the sum of exponentials, and so lse, and nothing else. A sink of -inf is none; one of +inf or

@@ -137,7 +137,7 @@ def attention(
 
     Args:
         q: [batch, heads, queries, dim], or with layout "bshd" [batch, queries, heads, dim]: a numpy, torch or jax array
-            of float32, float16, bfloat16 or float64, or a `QTensor`; any strides. dim is 1 to 256; one that is no
+            of float32, float16, bfloat16 or float64, or a `QTensor`; any strides. dim is 1 to 512; one that is no
             multiple of 8 costs a copy, filled with zeros, as does such a dim_v.
         k: [batch, kv_heads, keys, dim]; heads is a multiple of kv_heads, and head h of q meets head
             h // (heads / kv_heads) of k and v.

@@ -20,7 +20,7 @@ from octet._views import View, dense_strides, memory_order
 from octet.errors import Error, InvalidArgument
 
 _KEPT = 512  # calls of each thread
-_MULTIPLE, _LARGEST_DIM = 8, 256  # of head dims in the library
+_MULTIPLE, _LARGEST_DIM = 8, 512  # of head dims in the library
 _OF_V = {"v", "o", "o_residual", "do_", "dv", "tv", "to"}  # have the head dim of v, all others in the layout that of q
 
 

@@ -12,6 +12,9 @@
 
 namespace octet {
 
+// The largest head dim that any backend takes.
+constexpr int64_t kMostHeadDim = 512;
+
 // The keys a query sees: [first, last). Every positional mask is one such interval per query.
 struct KeyRange {
   int64_t first, last;

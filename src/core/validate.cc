@@ -17,8 +17,6 @@
 namespace octet {
 namespace {
 
-constexpr int64_t kMaxDim = 256;
-
 enum class Role { absent, in, out, optional_in, optional_out };
 
 // One tensor of octet_arguments, where its view goes, and its role in each pass.
@@ -95,8 +93,8 @@ void validate_memory(const Problem& p) {
 }
 
 void expect_head_dim(int64_t dim, const char* tensor) {
-  if (dim < 8 || dim > kMaxDim || dim % 8)
-    invalid(tensor, ": head dim ", dim, ", allowed: a multiple of 8 from 8 to ", kMaxDim);
+  if (dim < 8 || dim > kMostHeadDim || dim % 8)
+    invalid(tensor, ": head dim ", dim, ", allowed: a multiple of 8 from 8 to ", kMostHeadDim);
 }
 
 void validate_shapes(Problem& p) {

@@ -158,6 +158,14 @@ std::vector<Rejected> rejected_by_sm80() {
   list.push_back(
       {with_precision(Precision::int8), "smooth_q is on; its int8 forward pass with o_residual takes auto and off"});
   list.back().asked.training = true, list.back().asked.attention.smooth_q = Switch::on;
+  for (const auto& [asked, pass] :
+       {std::pair{Asked{.pass = Pass::backward}, "backward pass"}, {Asked{.pass = Pass::jvp}, "jvp"}}) {
+    list.push_back({asked, std::string("it has no bf16 ") + pass + " for head dim 512; it has: up to 256"});
+    list.back().asked.dim = 512;
+  }
+  list.push_back(
+      {with_precision(Precision::int8_f16), "it has no int8_f16 forward pass for head dim 512; it has: up to 256"});
+  list.back().asked.dim = 512;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
   return list;
 }

@@ -48,13 +48,17 @@ Outputs run_on_gpu(const Case& c, const Inputs& in, const Attention& attention, 
 
 bool has_backward(Precision p, int64_t dim) {
   if (p == Precision::sagebwd && dim > 128) return false;
+  if (dim > gpu_most_dim(p, Pass::backward)) return false;
   return (p == Precision::f32 || p == Precision::bf16 || p == Precision::f16 || p == Precision::sagebwd) &&
          gpu_computes(Pass::backward, p);
 }
 
 std::vector<int64_t> dims_of(Precision p) {
-  if (p == Precision::f32 || p == Precision::bf16 || p == Precision::f16) return {64, 80, 128, 160, 256};
-  return gpu_most_dim(p) == 256 ? std::vector<int64_t>{64, 128, 256} : std::vector<int64_t>{64, 128};
+  std::vector<int64_t> dims = {64, 128};
+  if (p == Precision::f32 || p == Precision::bf16 || p == Precision::f16) dims = {64, 80, 128, 160};
+  for (const int64_t dim : {256, 512})
+    if (dim <= gpu_most_dim(p)) dims.push_back(dim);
+  return dims;
 }
 
 void round_inputs(const Case& c, Inputs& in) {

@@ -88,8 +88,8 @@ def test_rejections():
         octet.attention(arrays(64, 43)[0], k, v)
     with pytest.raises(octet.InvalidArgument, match="do: head dim 48, expected 43, that of v"):
         octet.attention_vjp(q, k, v, arrays(59, 48)[3])
-    for dim in (0, 257, 264):
-        with pytest.raises(octet.InvalidArgument, match=f"q: head dim {dim}, allowed: 1 to 256"):
+    for dim in (0, 513, 520):
+        with pytest.raises(octet.InvalidArgument, match=f"q: head dim {dim}, allowed: 1 to 512"):
             octet.attention(*arrays(dim, 43)[:3])
-    with pytest.raises(octet.InvalidArgument, match="v: head dim 300, allowed: 1 to 256"):
-        octet.attention(*arrays(59, 300)[:3])
+    with pytest.raises(octet.InvalidArgument, match="v: head dim 600, allowed: 1 to 512"):
+        octet.attention(*arrays(59, 600)[:3])

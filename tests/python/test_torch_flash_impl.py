@@ -381,5 +381,5 @@ def test_rejections(device):
                 *dense, None, None, 4, 4, 0.0, False, False, alibi_slopes=torch.ones(40, device=device)
             )
     else:
-        with pytest.raises(octet.InvalidArgument, match="head dim 264, allowed: 1 to 256"):
-            sdpa(*draw(device, *[(2, 4, 40, 264)] * 3))
+        with pytest.raises(octet.InvalidArgument, match="head dim 520, allowed: 1 to 512"):
+            sdpa(*draw(device, *[(2, 4, 40, 520)] * 3))

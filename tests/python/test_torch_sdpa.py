@@ -184,8 +184,8 @@ def test_what_octet_does_not_do_is_rejected():
     with pytest.raises(octet.InvalidArgument, match="query: found nested"):
         nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(2, 16)], layout=torch.jagged)
         octet.sdpa(nested, nested, nested)
-    with pytest.raises(octet.InvalidArgument, match="head dim 257, allowed: 1 to 256"):
-        octet.sdpa(*[torch.randn(1, 2, 5, 257)] * 3)
+    with pytest.raises(octet.InvalidArgument, match="head dim 513, allowed: 1 to 512"):
+        octet.sdpa(*[torch.randn(1, 2, 5, 513)] * 3)
     with pytest.raises(octet.InvalidArgument, match="key: found 1 dimensions"):
         octet.sdpa(q, q[0, 0, 0], q)
 
@@ -202,7 +202,7 @@ def test_patch_sdpa_lasts_as_long_as_its_context():
 
 
 def test_patch_sdpa_falls_back_only_when_told_and_warns_once_per_reason():
-    q, odd = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 264)
+    q, odd = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 520)
     attend = torch.nn.functional
     with octet.patch_sdpa(), pytest.raises(octet.InvalidArgument, match="dropout_p"):
         attend.scaled_dot_product_attention(q, q, q, dropout_p=1.0)
@@ -211,7 +211,7 @@ def test_patch_sdpa_falls_back_only_when_told_and_warns_once_per_reason():
         for _ in range(3):
             assert torch.equal(attend.scaled_dot_product_attention(odd, odd, odd), own(odd, odd, odd))
             attend.scaled_dot_product_attention(q, q, q, dropout_p=1.0)
-    assert len(caught) == 2 and "octet leaves this call to torch: q: head dim 264" in str(caught[0].message)
+    assert len(caught) == 2 and "octet leaves this call to torch: q: head dim 520" in str(caught[0].message)
     with octet.patch_sdpa("int8", min_seqlen=65):
         assert torch.equal(attend.scaled_dot_product_attention(q, q, q), own(q, q, q))
     with pytest.raises(octet.InvalidArgument, match="fallback: found 'none', allowed: 'error', 'sdpa'"):

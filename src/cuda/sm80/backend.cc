@@ -67,6 +67,16 @@ std::optional<std::string> int8_unsupported_reason(const Problem& p, const Forwa
   return {};
 }
 
+// Returns the reason why there is no pass of a precision for head dims that are too large.
+std::optional<std::string> dim_unsupported_reason(const Problem& p, const ForwardFormats& formats) {
+  constexpr int64_t kMostBackwardDim = 256;  // and of the jvp
+  const int64_t dim = std::max(p.dim, p.dim_v),
+                most = p.pass == OCTET_FORWARD ? most_head_dim(formats) : kMostBackwardDim;
+  if (dim <= most) return {};
+  return text("it has no ", name(p.precision), " ", name(p.pass), p.pass == OCTET_JVP ? "" : " pass", " for head dim ",
+              dim, "; it has: up to ", most);
+}
+
 // Returns the operands that become numbers: of those that came quantized all that the kernels do not take as they came,
 // which they also do with a v of e4m3 at fp8 that has a scale for each head.
 Prequantized decoded_operands(const Problem& p, const ForwardNumerics& numerics) {
@@ -102,6 +112,7 @@ Answer plan(const Problem& p, void* workspace) {
     return text("it has no ", name(p.precision), "; it has: ", precisions_whose(p, has_kernels).names());
   if (numerics.formats.has_8bit_qk())
     if (auto reason = int8_unsupported_reason(p, numerics)) return std::move(*reason);
+  if (auto reason = dim_unsupported_reason(p, numerics.formats)) return std::move(*reason);
   if (p.dropout && !has_dropout(numerics.formats)) {
     const auto has = [](const ForwardFormats& x) { return has_kernels(x) && has_dropout(x); };
     return text("it has no dropout in ", name(p.precision), "; it has: ", precisions_whose(p, has).names());

@@ -7,11 +7,12 @@
 
 namespace octet::cuda::sm80 {
 
-// Loads rows [16 row_block, 16 row_block + 16) of a tile as a left operand.
+// Loads rows [16 row_block, 16 row_block + 16) of a tile as a left operand, from step `first` of their columns on, a
+// multiple of four.
 template <class T, int Columns, class Tile>
-__device__ void load_rows(Operand<T, Columns>& a, const Tile& tile, int row_block) {
+__device__ void load_rows(Operand<T, Columns>& a, const Tile& tile, int row_block, int first = 0) {
   static_assert(Columns <= Tile::kColumns);
-  const uint32_t lane = Tile::move(tile.lane_down(), row_block, 0);
+  const uint32_t lane = Tile::move(tile.lane_down(), row_block, first);
 #pragma unroll
   for (int k_step = 0; k_step < Columns / kStepColumns<T>; ++k_step)
     ptx::ldmatrix(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), tile.step(lane, 0, k_step));
@@ -54,12 +55,13 @@ __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, co
   }
 }
 
-// d += a b^T, with a in registers and as many rows of b as d has columns, from row 16 b_block on.
+// d += a b^T, with a in registers and as many rows of b as d has columns, from row 16 b_block and step `first` of its
+// columns on, a multiple of four.
 template <int M, class T, int Depth, int Columns, class Sum, class TileB>
 __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b,
-                        int b_block = 0, int begin = 0) {
+                        int b_block = 0, int begin = 0, int first = 0) {
   static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
-  const uint32_t lane = TileB::move(b.lane_right(), b_block, 0);
+  const uint32_t lane = TileB::move(b.lane_right(), b_block, first);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / kStepColumns<T>; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
@@ -69,14 +71,17 @@ __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Dept
 }
 
 // d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and as many rows of b as d has columns, from
-// row 16 b_block on.
-template <int M, int Columns, class Sum, class TileA, class TileB>
+// row 16 b_block on. The index of summation are `Depth` columns of both, all if it is 0, from step `first` of them on,
+// a multiple of four.
+template <int Depth = 0, int M, int Columns, class Sum, class TileA, class TileB>
 __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int row_block, const TileB& b,
-                        int b_block = 0, int begin = 0) {
-  static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
-  const uint32_t lane_a = TileA::move(a.lane_down(), row_block, 0), lane_b = TileB::move(b.lane_right(), b_block, 0);
+                        int b_block = 0, int begin = 0, int first = 0) {
+  static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows && Depth <= TileA::kColumns);
+  constexpr int kDepth = Depth ? Depth : TileA::kColumns;
+  const uint32_t lane_a = TileA::move(a.lane_down(), row_block, first),
+                 lane_b = TileB::move(b.lane_right(), b_block, first);
 #pragma unroll
-  for (int k_step = 0; k_step < TileA::kColumns / kStepColumns<typename TileA::Element>; ++k_step) {
+  for (int k_step = 0; k_step < kDepth / kStepColumns<typename TileA::Element>; ++k_step) {
     uint32_t rows[M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));

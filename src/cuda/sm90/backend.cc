@@ -1,6 +1,7 @@
 // The backend for compute capability 9.0: H100, H200, GH200.
 #include "core/backend.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "cuda/operands/cache.h"
 #include "cuda/operands/key_mask.h"
 #include "cuda/operands/rewritten.h"
+#include "cuda/sm90/head_dims.h"
 #include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
@@ -49,6 +51,8 @@ Answer plan_unmasked(const Problem& p, const ForwardNumerics& numerics, void* wo
     if (auto reason = jvp_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = extra_unsupported_reason(p, numerics)) return std::move(*reason);
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
+  if (const int64_t dim = std::max(p.dim, p.dim_v); dim > kMostDim)
+    return text("it has no kernels for head dim ", dim, "; it has: up to ", kMostDim);
   const ForwardFormats& formats = numerics.formats;
   if (auto reason = formats.has_8bit_qk() ? quantized_unsupported_reason(p, formats) : type_unsupported_reason(p))
     return std::move(*reason);

@@ -17,6 +17,7 @@ using Dims160 = HeadDims<160>;
 using Dims192x128 = HeadDims<192, 128>;
 using Dims192 = HeadDims<192>;
 using Dims256 = HeadDims<256>;
+constexpr int kMostDim = 256;
 
 // Head dims that kernels are built for. A call takes the first that are not below its own.
 template <class... Dims>

@@ -213,7 +213,7 @@ static inline void store_residual(const View& t, int64_t b, int64_t h, int64_t t
 
 // Adds to o, a row of type `type`, what it lost when it was rounded.
 static inline void add_residual(const View& t, int64_t b, int64_t h, int64_t token, octet_dtype type, float* o) {
-  float residual[256];  // the largest head dim
+  float residual[kMostHeadDim];
   load_row(t, b, h, token, residual);
   const int shift = residual_shift(type);
   for (int64_t c = 0; c < t.shape[3]; ++c)

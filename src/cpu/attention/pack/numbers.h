@@ -5,7 +5,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-constexpr int64_t kMaxDim = 256;
+constexpr int64_t kMaxDim = kMostHeadDim;
 
 OCTET_INLINE const float* parameter_at(const octet_tensor& x, int64_t b, int64_t h, int64_t group, int64_t c) {
   return static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3];

@@ -43,6 +43,8 @@ OCTET_INLINE void hadamard(Vf* x, int n, const float* signs, int64_t dim) {
   if (block > 32) butterflies<32>(x, n);
   if (block > 64) butterflies<64>(x, n);
   if (block > 128) butterflies<128>(x, n);
+  if (block > 256) butterflies<256>(x, n);
+  static_assert(kMaxDim <= 512);
   const float norm = 1.f / __builtin_sqrtf(static_cast<float>(block));
   for (int v = 0; v < n; ++v) x[v] *= norm;
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "core/names.h"
 #include "cuda/fwd/few_queries.h"
@@ -75,7 +76,7 @@ ForwardKernel kernel_for_queries(const Problem& p, const Row& row, Logits logits
   if (logits == Logits::masked && kernels.masked) {
     ForwardKernel kernel = kernels.masked(most_dim);
     kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, mask_tensor(p).bytes);
-    if (kernel.shared_bytes <= card(p.device_index).shared_bytes) return kernel;
+    if (most_dim <= kernel.dim && kernel.shared_bytes <= card(p.device_index).shared_bytes) return kernel;
   }
   return (logits == Logits::plain ? kernels.plain : kernels.general)(most_dim);
 }
@@ -95,11 +96,18 @@ bool counts_chunks(const View& t) {
   return last * static_cast<int64_t>(bytes_of(t.dtype)) < int64_t{16} << 32;
 }
 
-bool has_pages_of_codes(const Problem& p) { return p.k.pages.size && reads_codes(p.k) && reads_codes(p.v); }
+bool has_pages_of_codes(const Problem& p) {
+  return p.k.pages.size && reads_codes(p.k) && reads_codes(p.v) &&
+         std::max(p.dim, p.dim_v) <= kOfCodes.plain(std::numeric_limits<int64_t>::max()).dim;
+}
 
 }  // namespace
 
 bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
+
+int64_t most_head_dim(const ForwardFormats& formats) {
+  return row_of(formats)->queries.plain(std::numeric_limits<int64_t>::max()).dim;
+}
 
 bool reads_pages(const Problem& p, const ForwardNumerics& numerics) {
   const auto as_it_is = [&](const View& t) { return t.dtype == numerics.type() && reads_directly(t); };

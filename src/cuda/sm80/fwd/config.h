@@ -17,6 +17,7 @@ using Dims64 = HeadDims<64, 64>;
 using Dims128 = HeadDims<128, 128>;
 using Dims256 = HeadDims<256, 256>;
 using Dims256x128 = HeadDims<256, 128>;  // f32 and int8, for up to 128 channels of v at a time
+using Dims512 = HeadDims<512, 512>;      // f16 and bf16
 
 //   kWarps        warps of a thread block
 //   kRowBlocks    blocks of 16 queries of a warp
@@ -24,10 +25,11 @@ using Dims256x128 = HeadDims<256, 128>;  // f32 and int8, for up to 128 channels
 //   kQRegisters   true: q is kept in registers; false: it is read from shared memory for each tile of keys
 //   kRepeats      true: exponentials do not wait for a look at the maximum; where it was too small, q k^T is repeated
 //   kStagesMask   true: the tile of a mask tensor passes through shared memory
-//   kStages       stages of k and v, at least 2
+//   kStages       stages of k and v; 1: of one each (fwd/mainloop_wide.h)
 //   kLateV        true: v has one stage, and is loaded while q k^T of its tile is computed
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
 //   kKeyWarps     warps that share the rows of a tile, each with its part of the keys; where it is not said, 1
+//   kChannelWarps the same, each with its part of the channels
 template <class Dims, Logits logits, TileRows rows>
 struct ForwardTile;  // of 16 bits
 template <Logits logits>
@@ -49,6 +51,13 @@ struct ForwardTile<Dims256, logits, TileRows::queries> {
   static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false, kLateV = false;
 };
 
+// 512 channels of o take two warps. q has no room in registers beside it, and k and v one stage each beside q.
+template <Logits logits>
+struct ForwardTile<Dims512, logits, TileRows::queries> {
+  static constexpr int kWarps = 8, kRowBlocks = 1, kChannelWarps = 2, kKeys = 16, kBlocks = 1, kStages = 1;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false, kLateV = true;
+};
+
 // Few queries: reading k and v is what takes time. A multiprocessor of an H200 must have about 30 KB on the way to
 // shared memory; with three stages a thread block has 16 to 32 KB.
 template <Logits logits>
@@ -65,6 +74,12 @@ template <Logits logits>
 struct ForwardTile<Dims256, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 3;
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false, kLateV = false;
+};
+
+template <Logits logits>
+struct ForwardTile<Dims512, logits, TileRows::pairs> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kChannelWarps = 4, kKeys = 16, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 
 template <class Dims, Logits logits>
@@ -141,11 +156,19 @@ struct Int8Tile<Dims64, logits> : Int8Tile<Dims128, logits> {
   static constexpr bool kQRegisters = true;
 };
 
-// The warps that share the rows of a tile.
+// The warps that share the rows of a tile, and have each its part of the keys, or of the channels.
 template <class Tile>
 constexpr int key_warps() {
   if constexpr (requires { Tile::kKeyWarps; })
     return Tile::kKeyWarps;
+  else
+    return 1;
+}
+
+template <class Tile>
+constexpr int channel_warps() {
+  if constexpr (requires { Tile::kChannelWarps; })
+    return Tile::kChannelWarps;
   else
     return 1;
 }

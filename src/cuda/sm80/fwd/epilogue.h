@@ -7,10 +7,11 @@
 
 namespace octet::cuda::sm80 {
 
+// Those of warps that share channels lie where each of them writes its own ones.
 template <class Kind>
 __device__ inline uint32_t* Forward<Kind>::saved(int row) const {
   const int64_t at = (shared.q_tile.batch * a.o.stride[0] + shared.q_tile.head * a.o.stride[1] +
-                      (int64_t{shared.q_tile.q_first} + row) * a.o.stride[2]) *
+                      (int64_t{shared.q_tile.q_first} + row) * a.o.stride[2] + first_channel()) *
                      (a.o.element == Element::f32 ? 4 : 2);
   return reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(a.o.data) + at) + threadIdx.x % 4;
 }
@@ -26,8 +27,8 @@ __device__ inline void Forward<Kind>::flip(const Softmax (&softmax)[kRowBlocks],
       if (threadIdx.x % 4 == 0) shared.m_at_flip[query - shared.q_tile.q_start] = softmax[block].m[row];
       uint32_t* const words = saved(query);
 #pragma unroll
-      for (int i = 0; i < Dims::kDimV / 8; ++i) {
-        if (8 * i >= a.dim_v) continue;
+      for (int i = 0; i < kChannelsV / 8; ++i) {
+        if (first_channel() + 8 * i >= a.dim_v) continue;
         float* const x = &o[block].x[4 * i + 2 * row];
         const uint32_t word = __byte_perm(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x7632);
         const float2 close = two_upper_halves(word);
@@ -53,8 +54,8 @@ __device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks
                                           softmax[block].template origin<kExponent>(row, now));
       const uint32_t* const words = saved(query);
 #pragma unroll
-      for (int i = 0; i < Dims::kDimV / 8; ++i) {
-        if (8 * i >= a.dim_v) continue;
+      for (int i = 0; i < kChannelsV / 8; ++i) {
+        if (first_channel() + 8 * i >= a.dim_v) continue;
         const float2 close = two_upper_halves(words[4 * i]);
         float* const x = &o[block].x[4 * i + 2 * row];
         x[0] = __fmaf_rn(close.x, twice, x[0]), x[1] = __fmaf_rn(close.y, twice, x[1]);
@@ -111,7 +112,7 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
   const float v_scale = v_scale_of(kv) * Operands::unit_of(softmax[0]);
   // All rows of a warp meet the same v, so that one of them is enough.
-  const bool nonfinite = has_infinite<Dims::kDimV>(o[0]);
+  const bool nonfinite = has_infinite<kChannelsV>(o[0]);
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     const int first = thread_row(block);
@@ -119,7 +120,7 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int at = first + 8 * row;
-      const bool present = at < rows_end() && threadIdx.x % 4 == 0;
+      const bool present = at < rows_end() && threadIdx.x % 4 == 0 && channel_part() == 0;
       const float l = quad_sum(softmax[block].l[row]);
       inverse[row] = Operands::inverse_of(l, v_scale);
       const float origin = Operands::origin(softmax[block], row);
@@ -130,9 +131,9 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
       if (a.lse.data && present) *output_row<float>(a.lse, at) = sum.lse();
     }
 #pragma unroll
-    for (int i = 0; i < Dims::kDimV / 8; ++i) {
-      const float2 mean = Operands::v_mean(*this, kv, 8 * i + fragment_column());
-      const float2 by = Operands::v_factor(*this, 8 * i + fragment_column());
+    for (int i = 0; i < kChannelsV / 8; ++i) {
+      const int channel = first_channel() + 8 * i + fragment_column();
+      const float2 mean = Operands::v_mean(*this, kv, channel), by = Operands::v_factor(*this, channel);
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
         float* const x = &o[block].x[4 * i + 2 * row];
@@ -155,9 +156,11 @@ template <class T>
 __device__ inline void Forward<Kind>::write_as(int row, OTile& o) const {
   const auto present = [&](int i) { return row + 8 * i < rows_end(); };
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) store_row(output_row<T>(a.o, row + 8 * i), present(i), o, i, a.dim_v);
+  for (int i = 0; i < kRowsPerThread; ++i)
+    store_row(output_row<T>(a.o, row + 8 * i) + first_channel(), present(i), o, i, a.dim_v - first_channel());
   store_residuals<T, false>(
-      a.o_residual, o, a.dim_v, [&](int i) { return output_offset(a.o_residual, row + 8 * i); }, present);
+      a.o_residual, o, a.dim_v - first_channel(),
+      [&](int i) { return output_offset(a.o_residual, row + 8 * i) + first_channel(); }, present);
 }
 
 // Recomputes those rows of a row block of this warp that are not finite from the keys that they see.
@@ -166,14 +169,15 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int first = warp_row() + block * kWarpRows;
   const auto value = [&](int key, int channel) {
-    return Operands::value(*this, shared.v_start + key_offset(a.v, key), key, channel);
+    return Operands::value(*this, shared.v_start + key_offset(a.v, key), key, first_channel() + channel);
   };
+  const int columns = a.dim_v - first_channel();
   const bool masked = !kPlain && a.terms.mask;
   if (!hides_keys()) {
     const SeenTiles tiles = kPairs ? shared.tiles : tiles_of(shared.q_tile.q_start, kRows);
     const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
     const auto range_of = [&](int row) { return this->range_of(row); };
-    if (!masks_infinite(keys, first, rows_end(), a.dim_v, range_of, value)) return;
+    if (!masks_infinite(keys, first, rows_end(), columns, range_of, value)) return;
   }
   const auto recompute = [&](int row) {
     const int head = head_of(row);
@@ -191,24 +195,26 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
         return 0.f;
       return value(key, channel);
     };
-    UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(split_of(range_of(row)), a.dim_v, logit, seen_value);
+    UnmaskedRow<kChannelsV> result = attend_row<kChannelsV>(split_of(range_of(row)), columns, logit, seen_value);
     RowSum<> sum{result.log2_sum, terms.row_bias + Operands::mean_logit(*this, row)};
     result.scale(sum.add_sink(a.sinks.at(shared.q_tile.batch, head)), [&](int channel) -> float2 {
-      const float2 mean = Operands::v_mean(*this, kv, channel & ~1), by = Operands::v_factor(*this, channel & ~1);
+      const int even = first_channel() + (channel & ~1);
+      const float2 mean = Operands::v_mean(*this, kv, even), by = Operands::v_factor(*this, even);
       return {v_scale_of(kv) * (channel & 1 ? by.y : by.x), channel & 1 ? mean.y : mean.x};
     });
     return result;
   };
+  const auto &o = channels_of(a.o), &o_residual = channels_of(a.o_residual);
   if constexpr (kPairs) {
 #pragma unroll 1
     for (int row = uniform(first), last = uniform(min(first + kWarpRows, rows_end())); row < last; ++row)
-      rewrite_rows<Dims::kDimV>(a.o, a.o_residual,
-                                {output_batch(), head_of(row), shared.q_tile.q_first, query_of(row), query_of(row) + 1},
-                                a.dim_v, [&](int) { return recompute(row); });
+      rewrite_rows<kChannelsV>(o, o_residual,
+                               {output_batch(), head_of(row), shared.q_tile.q_first, query_of(row), query_of(row) + 1},
+                               columns, [&](int) { return recompute(row); });
   } else {
     const TileInfo& tile = shared.q_tile;
-    rewrite_rows<Dims::kDimV>(a.o, a.o_residual, {tile.batch, tile.head, tile.q_first, first, tile.q_tokens}, a.dim_v,
-                              recompute);
+    rewrite_rows<kChannelsV>(o, o_residual, {tile.batch, tile.head, tile.q_first, first, tile.q_tokens}, columns,
+                             recompute);
   }
 }
 

@@ -17,6 +17,9 @@
 // fwd/combine.h combines what they write. Where warps share rows, each has its part of the keys of every tile, and the
 // first adds up what they found before it writes.
 //
+// Head dims above 256: warps share the rows of a tile, and each has its part of the channels. They add up their parts
+// of s in shared memory, in one order, so that all of them find the same P, and each computes its channels of o.
+//
 // Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
 // cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped
 // (fragment/sign_flip.h): it becomes o - 2 a, where a is close to o, and 2 a is added back at the end. Until then a
@@ -55,9 +58,11 @@ struct Forward {
   using QkType = typename Precision::QkType;
   using KType = typename Operands::template KType<Precision>;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys, kKeyWarps = key_warps<Tile>();
-  static constexpr int kWarpKeys = kKeys / kKeyWarps;  // of a tile
+  static constexpr int kChannelWarps = channel_warps<Tile>(), kSharers = kKeyWarps * kChannelWarps;
+  static constexpr int kChannels = Dims::kDim / kChannelWarps, kChannelsV = Dims::kDimV / kChannelWarps;  // of a warp
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;                                                     // of a tile
   static constexpr int kThreads = Tile::kWarps * 32, kRowsOfWarp = kRowBlocks * kWarpRows;
-  static constexpr int kRows = Tile::kWarps / kKeyWarps * kRowsOfWarp;
+  static constexpr int kRows = Tile::kWarps / kSharers * kRowsOfWarp;
   using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
   using TileK = SharedTile<KType, kKeys, Dims::kDim>;
   using TileV = typename Operands::template TileV<kKeys, Dims::kDimV>;
@@ -75,6 +80,11 @@ struct Forward {
   using ThreadIndex = std::conditional_t<Tile::kLateV, unsigned, int>;
   using LoaderK = TileLoader<kThreads, TileK, ThreadIndex>;
   using LoaderV = TileLoader<kThreads, TileV, ThreadIndex>;
+
+  using OTile = Accumulator<kChannelsV>;
+  using SBlock = Accumulator<kWarpKeys>;
+  static constexpr int kSteps = kChannels / kStepColumns<QkType>;
+  static constexpr int kPartNumbers = kRowBlocks * kWarpKeys / 2;  // of a thread's part of s
 
   struct alignas(128) Shared {
     unsigned char q[Operands::kTiles][TileQ::kBytes];
@@ -101,16 +111,16 @@ struct Forward {
     // For few queries, whose rows belong to several heads: the end of the rows, and the terms of each row.
     int rows_end;
     RowTerms terms[!kPlain && kPairs ? kRows : 1];
+    // The parts of s of warps that share channels. With one stage they take the place of k, once it has been read.
+    alignas(kChunkBytes) float parts[kChannelWarps > 1 && Tile::kStages > 1 ? kThreads* kPartNumbers : 0];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
   using Softmax = typename Operands::template Softmax<Kind::kLogits>;
-  using OTile = Accumulator<Dims::kDimV>;
-  using SBlock = Accumulator<kWarpKeys>;
   using S = SBlock[kRowBlocks];
   using O = OTile[kRowBlocks];
-  using QRows = Operand<QkType, Dims::kDim>[kRowBlocks];
+  using QRows = Operand<QkType, kChannels>[kRowBlocks];
   using P = typename Operands::template P<kRowBlocks, kWarpKeys>;
 
   const ForwardParams& a;
@@ -213,11 +223,26 @@ struct Forward {
   }
   // Returns the first row of this warp, and the first of this thread in a row block.
   __device__ int warp_row() const {
-    return shared.q_tile.q_start + static_cast<ThreadIndex>(threadIdx.x) / (32 * kKeyWarps) * kRowsOfWarp;
+    return shared.q_tile.q_start + static_cast<ThreadIndex>(threadIdx.x) / (32 * kSharers) * kRowsOfWarp;
   }
   // Returns this warp's part of the keys of a tile, counted in parts.
   static __device__ int key_part() {
     return kKeyWarps == 1 ? 0 : ptx::opaque(static_cast<int>(threadIdx.x)) / 32 % kKeyWarps;
+  }
+  // Returns this warp's part of the channels, and the first one of it, of v and of an output.
+  static __device__ int channel_part() {
+    return kChannelWarps == 1 ? 0 : ptx::opaque(static_cast<int>(threadIdx.x)) / 32 % kChannelWarps;
+  }
+  static __device__ int first_channel() { return channel_part() * kChannelsV; }
+  static __device__ decltype(auto) channels_of(const Output& t) {
+    if constexpr (kChannelWarps == 1) {
+      return (t);
+    } else {
+      Output part = t;
+      const int bytes = t.element == Element::f32 ? 4 : t.element == Element::i8 ? 1 : 2;
+      if (t.data) part.data = static_cast<unsigned char*>(t.data) + first_channel() * bytes;
+      return part;
+    }
   }
   static __device__ int first_key_of_warp(int tile) { return tile * kKeys + key_part() * kWarpKeys; }
   __device__ int thread_row(int block) const {
@@ -259,6 +284,27 @@ struct Forward {
   }
 
   __device__ void run() const;
+  __device__ void run_wide() const;
+  // Finds the tile of queries of this thread block and starts to load it. Returns whether there is one.
+  __device__ bool start() const {
+    if (threadIdx.x == 0) start_tile();
+    __syncthreads();
+    if (!shared.q_tile.valid()) return false;
+    if (threadIdx.x == 0) start_sequence();
+    start_tiles();
+    if constexpr (kMasked) skip_hidden_tiles();
+    if constexpr (!kPlain) start_terms();
+    Operands::load_q_factors(*this);
+    __syncthreads();
+    load_q();
+    ptx::cp_async_commit();
+    return true;
+  }
+  __device__ void multiply_qk_by_channels(const QRows& q, S& s, int tile) const;
+  __device__ void multiply_part(const QRows& q, S& s, int tile) const;
+  __device__ float* parts(int warp) const;
+  __device__ void put_part(const S& s) const;
+  __device__ void add_parts(S& s) const;
   // The places in a tile of k and of v at which this thread starts.
   struct Sources {
     const KType* k;
@@ -266,11 +312,13 @@ struct Forward {
   };
   // The rows of a tile in pages that a warp loads, of which it has kRowsAtOnce for each load. A lane looks up the page
   // of one of them, a tile ahead.
-  static constexpr int kRowsOfLoad = 32 / LoaderK::kChunks, kPagedRows = kRowsOfLoad * LoaderK::kLoads;
+  static constexpr bool kWideRows = LoaderK::kChunks > 32;  // warps share rows
+  static constexpr int kRowsOfLoad = kWideRows ? 1 : 32 / LoaderK::kChunks, kPagedRows = kRowsOfLoad * LoaderK::kLoads;
   static_assert(!kPaged || (kRowsOfLoad > 0 && kPagedRows <= 32));
   static __device__ int paged_row() {
     const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x)), row = thread % 32 % kPagedRows;
-    return thread / 32 * kRowsOfLoad + row % kRowsOfLoad + row / kRowsOfLoad * LoaderK::kRowsAtOnce;
+    const unsigned first = kWideRows ? thread / LoaderK::kChunks : thread / 32 * kRowsOfLoad;
+    return first + row % kRowsOfLoad + row / kRowsOfLoad * LoaderK::kRowsAtOnce;
   }
   // Returns how far the row of a key lies from that of the first one; of pages, from the first token of the first page.
   __device__ int64_t key_offset(const Output& t, int key) const {

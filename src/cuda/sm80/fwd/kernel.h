@@ -1,7 +1,7 @@
 // The entry of the forward kernel, and the description of its instances.
 #pragma once
 #include "cuda/sm80/fwd/kernels.h"
-#include "cuda/sm80/fwd/mainloop.h"
+#include "cuda/sm80/fwd/mainloop_wide.h"
 
 namespace octet::cuda::sm80 {
 
@@ -10,20 +10,29 @@ __global__ void __launch_bounds__(Forward<Kind>::kThreads, Forward<Kind>::Tile::
     forward_kernel(const __grid_constant__ ForwardParams arguments) {
   using Kernel = Forward<Kind>;
   extern __shared__ __align__(128) unsigned char memory[];
-  Kernel{arguments, *reinterpret_cast<typename Kernel::Shared*>(memory)}.run();
+  const Kernel kernel{arguments, *reinterpret_cast<typename Kernel::Shared*>(memory)};
+  if constexpr (Kernel::Tile::kStages == 1)
+    kernel.run_wide();
+  else
+    kernel.run();
 }
 
-// Calls f with the head dims of a kernel.
-template <class Precision, class F>
+// Calls f with the head dims of a kernel. Above 256 there is none for masked logits, whose tile of the mask has no
+// room.
+template <class Precision, Logits logits, class F>
 ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
+  using Widest = typename ForwardOperands<Precision>::WidestDims;
+  constexpr bool kWide = std::is_same_v<Widest, Dims512>;
   if (most_dim <= 64) return f(Dims64{});
   if (most_dim <= 128) return f(Dims128{});
-  return f(typename ForwardOperands<Precision>::WidestDims{});
+  if constexpr (kWide && logits != Logits::masked)
+    if (most_dim > 256) return f(Widest{});
+  return f(std::conditional_t<kWide, Dims256, Widest>{});
 }
 
 template <class Precision, Logits logits, TileRows rows>
 ForwardKernel forward_kernel_of(int64_t most_dim) {
-  return with_head_dims<Precision>(most_dim, []<class Dims>(Dims) -> ForwardKernel {
+  return with_head_dims<Precision, logits>(most_dim, []<class Dims>(Dims) -> ForwardKernel {
     using Kind = ForwardKind<Precision, Dims, logits, rows>;
     using Kernel = Forward<Kind>;
     return {.function = reinterpret_cast<const void*>(&forward_kernel<Kind>),

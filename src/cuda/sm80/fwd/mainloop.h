@@ -108,7 +108,7 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from, i
 // Loads a tile of v that is late.
 template <class Kind>
 __device__ inline void Forward<Kind>::load_late_v(int tile) const {
-  static_assert(!Tile::kLateV || (Tile::kStages == 2 && Operands::kTiles == 1));
+  static_assert(!Tile::kLateV || (Tile::kStages <= 2 && Operands::kTiles == 1));
   const Interval rows{shared.seen.first - tile * kKeys, shared.seen.last - tile * kKeys};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
   Operands::load_v(*this, v(tile), Operands::source_v(*this, tile), rows, whole);
@@ -299,17 +299,7 @@ template <class Kind>
 __device__ inline void Forward<Kind>::run() const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const SeenTiles& tiles = shared.warp_tiles[warp];
-  if (threadIdx.x == 0) start_tile();
-  __syncthreads();
-  if (!shared.q_tile.valid()) return;
-  if (threadIdx.x == 0) start_sequence();
-  start_tiles();
-  if constexpr (kMasked) skip_hidden_tiles();
-  if constexpr (!kPlain) start_terms();
-  Operands::load_q_factors(*this);
-  __syncthreads();
-  load_q();
-  ptx::cp_async_commit();
+  if (!start()) return;
   int tile = shared.tiles.last - 1;
   Sources sources = sources_of(tile);
   int page = page_of_lane(tile);
@@ -338,7 +328,7 @@ __device__ inline void Forward<Kind>::run() const {
     __syncthreads();
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block)
-      load_rows(q_rows[block], q(), warp / kKeyWarps * kRowBlocks + block);
+      load_rows(q_rows[block], q(), warp / kSharers * kRowBlocks + block, channel_part() * kSteps);
   }
 #pragma unroll 1
   for (; tile >= shared.tiles.first; --tile) {

@@ -54,7 +54,7 @@ struct ForwardOperands {
   using TileV = SharedTile<typename Precision::PType, Keys, DimV>;
   template <Logits logits>
   using Softmax = std::conditional_t<logits == Logits::general, ShiftedSoftmax, OnlineSoftmax>;
-  using WidestDims = Dims256;
+  using WidestDims = Dims512;
   template <class Precision_>
   using KType = typename Precision_::QkType;
   static constexpr int kTiles = 1, kExponent = Precision::kPExponent;
@@ -117,13 +117,18 @@ struct ForwardOperands {
   template <class Kernel>
   static __device__ void multiply_qk(const Kernel& f, const typename Kernel::QRows& q, typename Kernel::S& s,
                                      int tile) {
+    if constexpr (Kernel::kChannelWarps > 1) {
+      f.multiply_qk_by_channels(q, s, tile);
+    } else {
 #pragma unroll
-    for (auto& each : s) each.zero();
-    const int keys = Kernel::key_part() * (Kernel::kWarpKeys / 16);
-    if constexpr (Kernel::Tile::kQRegisters)
-      mma_ABt(s, q, f.k(tile), keys);
-    else
-      mma_ABt(s, f.q(), static_cast<int>(threadIdx.x) / (32 * Kernel::kKeyWarps) * Kernel::kRowBlocks, f.k(tile), keys);
+      for (auto& each : s) each.zero();
+      const int keys = Kernel::key_part() * (Kernel::kWarpKeys / 16);
+      if constexpr (Kernel::Tile::kQRegisters)
+        mma_ABt(s, q, f.k(tile), keys);
+      else
+        mma_ABt(s, f.q(), static_cast<int>(threadIdx.x) / (32 * Kernel::kKeyWarps) * Kernel::kRowBlocks, f.k(tile),
+                keys);
+    }
   }
   struct Shift {};
   template <class Kernel>
@@ -149,7 +154,7 @@ struct ForwardOperands {
   }
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
-    mma_AB(o, p.x, f.v(tile), 0, Kernel::key_part() * (Kernel::kWarpKeys / 16));
+    mma_AB(o, p.x, f.v(tile), Kernel::first_channel() / 16, Kernel::key_part() * (Kernel::kWarpKeys / 16));
   }
 
   template <class Softmax>

@@ -26,6 +26,7 @@ template <>
 struct ForwardOperands<PrecisionCodes> : ForwardOperands<PrecisionF16> {
   template <class Dims, Logits, TileRows>
   using Tile = CodesTile<Dims>;
+  using WidestDims = Dims256;
   template <class>
   using KType = S8;  // or the bytes of e4m3
   template <int Keys, int DimV>

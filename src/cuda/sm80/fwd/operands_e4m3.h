@@ -57,6 +57,7 @@ template <class Precision, class Base>
 struct E4m3PvOperands : Base {
   template <class Dims, Logits logits, TileRows>
   using Tile = E4m3Tile<Dims, logits>;
+  using WidestDims = Dims256;
   template <Logits logits>
   using Softmax = E4m3Softmax<Precision, typename Base::template Softmax<logits>>;
   static constexpr int kExponent = Precision::kPExponent;
