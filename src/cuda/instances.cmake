@@ -85,8 +85,11 @@ foreach(logits plain general)
     "BackwardKernel block_backward_kernel<Logits::${logits}>(int)")
   octet_instance(sm80/bwd Int8_${logits}_small kernel.h
     "BackwardKernel int8_backward_kernel<Logits::${logits}, SharedMemory::small>(int)")
-  foreach(type Bf16 F16)
-    octet_instance(sm80/jvp ${type}_${logits} kernel.h "JvpKernel jvp_kernel<${type}, Logits::${logits}>(int64_t)")
+  foreach(instance "Bf16;all" "Bf16;some" "F16;all" "F16;some" "float;some")
+    list(GET instance 0 type)
+    list(GET instance 1 tangents)
+    octet_instance(sm80/jvp ${type}_${logits}_${tangents} kernel.h
+      "JvpKernel jvp_kernel<${type}, Logits::${logits}, Tangents::${tangents}>(int64_t)")
   endforeach()
   octet_instance(sm80/bwd F32_${logits} f32_entry.h
     "void launch_f32<Logits::${logits}>(int, const F32Params&, int64_t, int64_t, cudaStream_t)")

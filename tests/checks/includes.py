@@ -71,7 +71,6 @@ SHARED = {
         "mask_classes",
         "f16_halves",
         "key_factors",
-        "f32_tiles",
         "passes",
     ],
 }

@@ -5,7 +5,7 @@
 namespace octet::cuda::sm80 {
 
 struct JvpChoice {
-  bool f32;          // on CUDA cores, without `kernel`
+  bool f32;          // operands are in f16 halves
   octet_dtype type;  // of operands
   JvpKernel kernel;
 };

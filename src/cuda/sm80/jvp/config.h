@@ -6,23 +6,49 @@
 
 namespace octet::cuda::sm80 {
 
+// The tangents that a kernel is given. One for `some` looks which of them there are.
+enum class Tangents : int { all, some };
+
+//   kWarps   warps of a thread block
 //   kDimV    columns of v of a thread block
 //   kKeys    keys of a tile
+//   kLateV   true: v and tv take the place of k and tk, once these have been read
 //   kBlocks  thread blocks that a multiprocessor's registers must have room for
+template <int Dim, Tangents tangents>
+struct JvpTile;  // of 16 bits
+template <Tangents tangents>
+struct JvpTile<64, tangents> {
+  static constexpr int kWarps = 4, kDimV = 64, kKeys = 64, kBlocks = 2;
+  static constexpr bool kLateV = false;
+};
+template <Tangents tangents>
+struct JvpTile<128, tangents> {
+  static constexpr int kWarps = 4, kDimV = 128, kKeys = tangents == Tangents::all ? 48 : 32, kBlocks = 2;
+  static constexpr bool kLateV = false;
+};
+template <Tangents tangents>
+struct JvpTile<256, tangents> {
+  static constexpr int kWarps = 4, kDimV = 128, kKeys = 16, kBlocks = 2;
+  static constexpr bool kLateV = false;
+};
+
+// f32, in two f16 halves.
 template <int Dim>
-struct JvpTile;
+struct F16HalvesJvpTile;
 template <>
-struct JvpTile<64> {
-  static constexpr int kDimV = 64, kKeys = 64, kBlocks = 2;
+struct F16HalvesJvpTile<64> {
+  static constexpr int kWarps = 4, kDimV = 64, kKeys = 32, kBlocks = 2;
+  static constexpr bool kLateV = true;
 };
 template <>
-struct JvpTile<128> {
-  static constexpr int kDimV = 128, kKeys = 48, kBlocks = 2;
+struct F16HalvesJvpTile<128> {
+  static constexpr int kWarps = 4, kDimV = 128, kKeys = 16, kBlocks = 2;
+  static constexpr bool kLateV = true;
 };
 template <>
-struct JvpTile<256> {
-  static constexpr int kDimV = 128, kKeys = 16, kBlocks = 2;
+struct F16HalvesJvpTile<256> {
+  static constexpr int kWarps = 2, kDimV = 128, kKeys = 16, kBlocks = 2;
+  static constexpr bool kLateV = true;
 };
-constexpr int kJvpWarps = 4, kJvpThreads = 32 * kJvpWarps, kJvpRows = 16 * kJvpWarps;
 
 }  // namespace octet::cuda::sm80

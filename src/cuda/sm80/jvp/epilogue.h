@@ -7,15 +7,15 @@
 namespace octet::cuda::sm80 {
 
 // Returns what becomes of the sums of a row.
-template <class T, int Dim, Logits logits>
-__device__ FinishedRow Jvp<T, Dim, logits>::finish(int query, float m, float centre, float l, float r) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ FinishedRow Jvp<T, Dim, logits, tangents>::finish(int query, float m, float centre, float l, float r) const {
   const float origin = m * ((kGeneral ? 1.f : a.scale) * kLog2e), row_bias = kGeneral ? terms_of(query).row_bias : 0.f;
   return {{centre, l, r},     RowSum<>::of(origin, l, row_bias), a.sinks, a.tsinks, shared.q_tile.batch,
           shared.q_tile.head, kGeneral ? a.dropout.scale : 1.f};
 }
 
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::store(const Output& to, int query, const O& x) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::store(const Output& to, int query, const O& x) const {
   const TileInfo& w = shared.q_tile;
   const auto store_as = [&](auto* type) {
     using Type = std::remove_pointer_t<decltype(type)>;
@@ -29,8 +29,8 @@ __device__ void Jvp<T, Dim, logits>::store(const Output& to, int query, const O&
   with_output_type(to.element, store_as);
 }
 
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::write(const Rows& rows, O& o, O& u) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::write(const Rows& rows, O& o, O& u) const {
   const TileInfo& w = shared.q_tile;
   const int query = thread_query();
   // All rows of a warp meet the same v and tv, so that one of them is enough.
@@ -53,28 +53,23 @@ __device__ void Jvp<T, Dim, logits>::write(const Rows& rows, O& o, O& u) const {
 }
 
 // Recomputes those rows of this warp that are not finite from the keys that they see.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::recompute_rows() const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::recompute_rows() const {
   const TileInfo& w = shared.q_tile;
   const WarpQueries rows{w.batch, w.head, w.q_first, w.q_start + 16 * warp(), w.q_tokens};
   const auto keys_of = [&](int query) { return range_of(query); };
   const auto logit = [&](int query, int key) -> float2 {
-    const int64_t token = int64_t{w.q_first} + query;
-    const T *const q = a.q.row<T>(w.batch, w.head, token), *const tq = a.tq.row<T>(w.batch, w.head, token);
-    const T *const k = shared.k_start + key * a.k.stride[2], *const tk = shared.tk_start + key * a.tk.stride[2];
-    const float product = dot(q, k, a.dim);
-    float x = product * a.scale, t = a.scale * (dot(tq, k, a.dim) + dot(q, tk, a.dim));
+    const float2 products = Operands::products(*this, query, key);
+    float x = products.x * a.scale, t = a.scale * products.y;
     if constexpr (kGeneral) {
-      x = logit_of(a.terms, terms_of(query), key, product);
-      if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.scale).derivative;
+      x = logit_of(a.terms, terms_of(query), key, products.x);
+      if (a.terms.softcap != 0.f) t *= softcap(a.terms, products.x * a.scale).derivative;
     }
     return {x, t};
   };
   const auto keeps = [&](int query, int key) { return !kGeneral || !a.dropout.drops(w.sequence, w.head, query, key); };
   const auto value = [&](int key, int channel) -> float2 {
-    const int column = channel - first_column();  // shared.v_start is at that of the thread block
-    return {float(shared.v_start[int64_t{key} * a.v.stride[2] + column]),
-            float(shared.tv_start[int64_t{key} * a.tv.stride[2] + column])};
+    return Operands::values(*this, key, channel - first_column());  // shared.v_start is at that of the thread block
   };
   // m is a logit, whatever the kernel's own is.
   const auto finish_row = [&](int query, float m, float l, float r) {

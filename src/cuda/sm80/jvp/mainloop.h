@@ -4,55 +4,69 @@
 
 namespace octet::cuda::sm80 {
 
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::find_tile(unsigned tile) {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::find_tile(unsigned tile) {
   if (threadIdx.x == 0) {
     const TileInfo found = a.scheduler.at(tile);
     shared.q_tile = found;
     if (found.valid()) {
       const int n = found.q_tokens, m = found.k_tokens;
-      const Interval any = a.mask.keys_of_all(found.q_start, min(found.q_start + kJvpRows, n), n, m).any;
+      const Interval any = a.mask.keys_of_all(found.q_start, min(found.q_start + kRows, n), n, m).any;
       shared.keys = {any.first / kKeys * kKeys, any.last};
       shared.seen = a.mask.seen(n, m);
       const int kv_head = found.head / a.group;
-      shared.k_start = a.k.row<T>(found.batch, kv_head, found.k_first);
-      shared.tk_start = a.tk.row<T>(found.batch, kv_head, found.k_first);
-      shared.v_start = a.v.row<T>(found.batch, kv_head, found.k_first) + first_column();
-      shared.tv_start = a.tv.row<T>(found.batch, kv_head, found.k_first) + first_column();
+      shared.k_start = a.k.row<Element>(found.batch, kv_head, found.k_first);
+      shared.tk_start = a.tk.row<Element>(found.batch, kv_head, found.k_first);
+      shared.v_start = a.v.row<Element>(found.batch, kv_head, found.k_first) + first_column();
+      shared.tv_start = a.tv.row<Element>(found.batch, kv_head, found.k_first) + first_column();
+      Operands::start_factors(*this, kv_head);
     }
   }
   __syncthreads();
 }
 
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::load_queries() const {
+// Loads a tile of a tensor, which each of its tiles in shared memory has a part of.
+template <class T, int Dim, Logits logits, Tangents tangents>
+template <class SharedTile>
+__device__ void Jvp<T, Dim, logits, tangents>::load(unsigned char* to, const Element* from, int64_t stride, const Interval& rows,
+                                          int columns) const {
+#pragma unroll 1
+  for (int part = 0; part < Operands::kTiles; ++part)
+    load_async<kThreads>(SharedTile{to + part * SharedTile::kBytes}, from + part * Dim, stride, rows, columns);
+}
+
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::load_queries() const {
   const TileInfo& w = shared.q_tile;
   const Interval rows{0, w.q_tokens - w.q_start};
   const int64_t token = int64_t{w.q_first} + w.q_start;
-  load_async<kThreads>(TileQ{shared.q}, a.q.row<T>(w.batch, w.head, token), a.q.stride[2], rows, a.dim);
-  load_async<kThreads>(TileQ{shared.tq}, a.tq.row<T>(w.batch, w.head, token), a.tq.stride[2], rows, a.dim);
+  load<TileQ>(shared.q, query_row(a.q, token), a.q.stride[2], rows, a.dim);
+  if (has(a.tq)) load<TileQ>(shared.tq, query_row(a.tq, token), a.tq.stride[2], rows, a.dim);
+  Operands::load_query_factors(*this, rows);
 }
 
 // Loads a tile of k and tk. Rows that no query sees, or of the next packed sequence, become zeros: they may hold inf or
 // NaN.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::load_k(int key) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::load_k(int key) const {
   const Interval rows{shared.seen.first - key, shared.seen.last - key};
-  load_async<kThreads>(TileK{shared.k}, shared.k_start + key * a.k.stride[2], a.k.stride[2], rows, a.dim);
-  load_async<kThreads>(TileK{shared.tk}, shared.tk_start + key * a.tk.stride[2], a.tk.stride[2], rows, a.dim);
+  load<TileK>(shared.k, shared.k_start + key * a.k.stride[2], a.k.stride[2], rows, a.dim);
+  if (has(a.tk)) load<TileK>(shared.tk, shared.tk_start + key * a.tk.stride[2], a.tk.stride[2], rows, a.dim);
+  Operands::load_key_factors(*this, key, rows);
 }
 
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::load_v(int key) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::load_v(int key) const {
   const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const int columns = a.dim_v - first_column();
-  load_async<kThreads>(TileV{shared.v}, shared.v_start + key * a.v.stride[2], a.v.stride[2], rows, columns);
-  load_async<kThreads>(TileV{shared.tv}, shared.tv_start + key * a.tv.stride[2], a.tv.stride[2], rows, columns);
+  load<TileV>(v_tiles(), shared.v_start + key * a.v.stride[2], a.v.stride[2], rows, columns);
+  if (has(a.tv)) load<TileV>(tv_tiles(), shared.tv_start + key * a.tv.stride[2], a.tv.stride[2], rows, columns);
+  Operands::load_value_factors(*this, key, rows);
 }
 
 // Loads a tile of the mask tensor for the rows of this warp.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::load_mask(int key) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::load_mask(int key) const {
   if (!stages_mask()) return;
   const TileInfo& w = shared.q_tile;
   load_mask_tile<32, 16, kKeys>(shared.mask + 16 * warp() * mask_row_bytes(kKeys, a.terms.mask_bytes),
@@ -60,67 +74,15 @@ __device__ void Jvp<T, Dim, logits>::load_mask(int key) const {
                                 w.q_tokens, key, w.k_tokens);
 }
 
-// s = q k^T, t = tq k^T + q tk^T.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::multiply_qk(S& s, S& t) const {
-  s.zero(), t.zero();
-  const TileQ q{shared.q}, tq{shared.tq};
-  const TileK k{shared.k}, tk{shared.tk};
-  const uint32_t lane_q = TileQ::step(q.lane_down(), warp(), 0), lane_tq = TileQ::step(tq.lane_down(), warp(), 0);
-  const uint32_t lane_k = k.lane_right(), lane_tk = tk.lane_right();
-#pragma unroll
-  for (int k_step = 0; k_step < Dim / 16; ++k_step) {
-    uint32_t rows[4], tangents[4];
-    ptx::ldmatrix(rows, TileQ::step(lane_q, 0, k_step));
-    ptx::ldmatrix(tangents, TileQ::step(lane_tq, 0, k_step));
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-      uint32_t x[4], y[4];
-      ptx::ldmatrix(x, TileK::step(lane_k, n, k_step));
-      ptx::ldmatrix(y, TileK::step(lane_tk, n, k_step));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::mma_m16n8k16<T>(&s.x[8 * n + 4 * half], rows, &x[2 * half]);
-        ptx::mma_m16n8k16<T>(&t.x[8 * n + 4 * half], tangents, &x[2 * half]);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) ptx::mma_m16n8k16<T>(&t.x[8 * n + 4 * half], rows, &y[2 * half]);
-    }
-  }
-}
-
-// o += p v, u += p tv + h v.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::multiply_pv(O& o, O& u, const Operand<T, kKeys>& p,
-                                                 const Operand<T, kKeys>& h) const {
-  const TileV v{shared.v}, tv{shared.tv};
-  const uint32_t lane_v = v.lane_down(), lane_tv = tv.lane_down();
-#pragma unroll
-  for (int k_step = 0; k_step < kKeys / 16; ++k_step)
-#pragma unroll
-    for (int n = 0; n < kDimV / 16; ++n) {
-      uint32_t x[4], y[4];
-      ptx::ldmatrix_trans(x, TileV::step(lane_v, k_step, n));
-      ptx::ldmatrix_trans(y, TileV::step(lane_tv, k_step, n));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::mma_m16n8k16<T>(&o.x[8 * n + 4 * half], &p.x[4 * k_step], &x[2 * half]);
-        ptx::mma_m16n8k16<T>(&u.x[8 * n + 4 * half], &h.x[4 * k_step], &x[2 * half]);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) ptx::mma_m16n8k16<T>(&u.x[8 * n + 4 * half], &p.x[4 * k_step], &y[2 * half]);
-    }
-}
-
-template <class T, int Dim, Logits logits>
-__device__ RowTerms Jvp<T, Dim, logits>::terms_of(int query) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ RowTerms Jvp<T, Dim, logits, tangents>::terms_of(int query) const {
   const TileInfo& w = shared.q_tile;
   return row_terms(a.terms, w.batch, w.sequence, w.head, query, w.q_tokens, w.k_tokens, range_of(query));
 }
 
 // Turns products into logits and their tangents: scaled only with general logits. Logits of unseen keys become -inf.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::take_logits(S& s, S& t, int key) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::take_logits(S& s, S& t, int key) const {
   const int query = ptx::opaque(thread_query());
   if constexpr (kGeneral) {
 #pragma unroll
@@ -149,9 +111,8 @@ __device__ void Jvp<T, Dim, logits>::take_logits(S& s, S& t, int key) const {
 }
 
 // Turns logits and their tangents into p and h, rounded; returns the factors of earlier sums.
-template <class T, int Dim, Logits logits>
-__device__ RowValues Jvp<T, Dim, logits>::take_exp(S& s, S& t, Rows& rows, Operand<T, kKeys>& p,
-                                                   Operand<T, kKeys>& h) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ RowValues Jvp<T, Dim, logits, tangents>::take_exp(S& s, S& t, Rows& rows, P& p, P& h) const {
   const float scale = kGeneral ? 1.f : a.scale, scale_log2 = scale * 1.44269504f;
   RowValues rescale;
 #pragma unroll
@@ -180,9 +141,7 @@ __device__ RowValues Jvp<T, Dim, logits>::take_exp(S& s, S& t, Rows& rows, Opera
       float* const x = &s.x[4 * i + 2 * row];
       float* const y = &t.x[4 * i + 2 * row];
       for (int c = 0; c < 2; ++c) y[c] = x[c] == 0.f ? 0.f : x[c] * (y[c] - rows.centre[row]);
-      uint32_t &p_word = p.x[2 * i + row], &h_word = h.x[2 * i + row];
-      p_word = ptx::pack<T>(x[0], x[1]), h_word = ptx::pack<T>(y[0], y[1]);
-      const float2 rounded_p = ptx::unpack<T>(p_word), rounded_h = ptx::unpack<T>(h_word);
+      const float2 rounded_p = p.put(2 * i + row, x[0], x[1]), rounded_h = h.put(2 * i + row, y[0], y[1]);
       l += rounded_p.x + rounded_p.y, r += rounded_h.x + rounded_h.y;
     }
     rows.l[row] = l, rows.r[row] = r;
@@ -191,16 +150,16 @@ __device__ RowValues Jvp<T, Dim, logits>::take_exp(S& s, S& t, Rows& rows, Opera
 }
 
 // Takes the elements that dropout drops from p and h, whose sums keep them.
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::drop_p_and_h(Operand<T, kKeys>& p, Operand<T, kKeys>& h, int key) const {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::drop_p_and_h(P& p, P& h, int key) const {
   if (!kGeneral || !a.dropout.seed) return;
   KeptElements<kKeys, RowTokens::queries> kept;
   kept.find(a.dropout.stream(shared.q_tile.sequence, shared.q_tile.head), a.dropout.dropped, thread_query(), key);
-  drop(p, kept), drop(h, kept);
+  drop(p.x, kept), drop(h.x, kept);
 }
 
-template <class T, int Dim, Logits logits>
-__device__ void Jvp<T, Dim, logits>::run(unsigned tile) {
+template <class T, int Dim, Logits logits, Tangents tangents>
+__device__ void Jvp<T, Dim, logits, tangents>::run(unsigned tile) {
   find_tile(tile);
   if (!shared.q_tile.valid()) return;
   const int last = shared.keys.last;
@@ -208,42 +167,46 @@ __device__ void Jvp<T, Dim, logits>::run(unsigned tile) {
   load_queries();
   if (key < last) load_k(key), load_mask(key);
   ptx::cp_async_commit();
-  if constexpr (kGeneral)
-    for (int i = static_cast<int>(threadIdx.x); i < kJvpRows; i += kThreads)
+  if constexpr (kStagesMask)
+    for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kThreads)
       shared.row_bias[i] = stages_mask() && a.terms.row_bias
                                ? *a.terms.row_bias_at(shared.q_tile.batch, shared.q_tile.head,
                                                       min(shared.q_tile.q_start + i, shared.q_tile.q_tokens - 1))
                                : 0.f;
-  if (key < last) load_v(key);
+  if (!Tile::kLateV && key < last) load_v(key);
   ptx::cp_async_commit();
+  constexpr int kAhead = Tile::kLateV ? 0 : 1;  // groups that may be on their way
   Rows rows;
   O o, u;
   o.zero(), u.zero();
 #pragma unroll 1
   for (; key < last; key += kKeys) {
     const bool more = key + kKeys < last;
-    ptx::cp_async_wait<1>();
+    ptx::cp_async_wait<kAhead>();
     __syncthreads();  // k has arrived
     S s, t;
-    multiply_qk(s, t);
+    Operands::multiply_qk(*this, s, t);
     __syncthreads();  // all warps have read k
-    if (more) load_k(key + kKeys);
-    if constexpr (!kGeneral) ptx::cp_async_commit();
+    if constexpr (Tile::kLateV)
+      load_v(key);
+    else if (more)
+      load_k(key + kKeys);
+    if constexpr (!kStagesMask) ptx::cp_async_commit();
     take_logits(s, t, key);
-    if constexpr (kGeneral) {
+    if constexpr (kStagesMask) {
       __syncwarp();  // all lanes have read the mask
       if (more) load_mask(key + kKeys);
       ptx::cp_async_commit();
     }
-    Operand<T, kKeys> p, h;
+    P p, h;
     const RowValues rescale = take_exp(s, t, rows, p, h);
     drop_p_and_h(p, h, key);
     scale_rows(o, rescale), scale_rows(u, rescale);
-    ptx::cp_async_wait<1>();
+    ptx::cp_async_wait<kAhead>();
     __syncthreads();  // v has arrived
-    multiply_pv(o, u, p, h);
+    Operands::multiply_pv(*this, o, u, p, h);
     __syncthreads();  // all warps have read v
-    if (more) load_v(key + kKeys);
+    if (more) Tile::kLateV ? load_k(key + kKeys) : load_v(key + kKeys);
     ptx::cp_async_commit();
   }
   ptx::cp_async_wait<0>();
