@@ -233,7 +233,7 @@ typedef struct octet_arguments {
   octet_tensor* lse;           // forward, jvp: out, optional; backward: in. f32, natural log
   const octet_tensor* do_;     // backward: in
   octet_tensor *dq, *dk, *dv;  // backward: out
-  const octet_tensor *tq, *tk, *tv;  // jvp: in, tangents
+  const octet_tensor *tq, *tk, *tv;  // jvp: in, optional: tangents; NULL: 0, whose products are left out
   octet_tensor* to;                  // jvp: out
   const octet_tensor* dlse;          // backward: in, optional: the gradient of lse, of its shape and types
   octet_tensor* dsinks;              // backward: out, optional, with sinks; of their shape and types

@@ -304,9 +304,9 @@ def attention_jvp(
     q: Any,
     k: Any,
     v: Any,
-    tq: Any,
-    tk: Any,
-    tv: Any,
+    tq: Any | None,
+    tk: Any | None,
+    tv: Any | None,
     *,
     mask: Any | None = None,
     sinks: Any | None = None,
@@ -320,7 +320,7 @@ def attention_jvp(
 
     Args:
         q, k, v, mask, sinks, alibi_slopes, dropout_seed, options: as in `octet.attention`.
-        tq, tk, tv: tangents, of the shapes of q, k and v.
+        tq, tk, tv: tangents, of the shapes of q, k and v; None: 0, whose products are left out.
         tsinks: the tangent of sinks, of their shape; None: 0.
         return_lse: also return lse and its tangent.
 

@@ -42,13 +42,16 @@ std::vector<Case> shapes() {
 
 class GpuJvp : public testing::TestWithParam<Precision> {
  protected:
+  static DType type() {
+    return GetParam() == Precision::f16 ? DType::f16 : GetParam() == Precision::f32 ? DType::f32 : DType::bf16;
+  }
   // Runs `f` for all shapes and head dims.
   template <class F>
   void each(const F& f) const {
     for (Case c : shapes())
       for (const auto& [dim, dim_v] : kDims) {
         c.dim = dim, c.dim_v = dim_v;
-        c.dtype = c.out_dtype = GetParam() == Precision::f16 ? DType::f16 : DType::bf16;
+        c.dtype = c.out_dtype = type();
         SCOPED_TRACE(testing::Message() << "case " << c.name << ", head dims " << dim << " and " << dim_v);
         f(c);
       }
@@ -67,6 +70,27 @@ class GpuJvp : public testing::TestWithParam<Precision> {
 
 TEST_P(GpuJvp, is_right_in_every_row) {
   each([&](const Case& c) { expect_right(c, draw(c, 1)); });
+}
+
+TEST_P(GpuJvp, takes_absent_tangents_as_zeros) {
+  for (Case c : shapes())
+    for (const auto& [dim, dim_v] : kDims) {
+      if (c.name != "bottom_right" && c.name != "sinks") continue;
+      c.dim = dim, c.dim_v = dim_v, c.dtype = c.out_dtype = type();
+      for (int there = 0; there < 7; ++there) {  // bits: of tq, tk, tv
+        Inputs in = draw(c, 5), zeros = in;
+        int bit = 1;
+        for (Values Inputs::*t : {&Inputs::tq, &Inputs::tk, &Inputs::tv}) {
+          if (!(there & bit)) in.*t = Values(), zeros.*t = Values((zeros.*t).shape);
+          bit *= 2;
+        }
+        SCOPED_TRACE(testing::Message() << "case " << c.name << ", head dims " << dim << " and " << dim_v
+                                        << ", tangents " << there);
+        const Outputs want = exact(c, zeros, Pass::jvp);
+        const RowBars bars = row_bars(c, zeros, attention_of(c, GetParam(), gpu_backend()), Pass::jvp, want, {});
+        EXPECT_EQ(wrong_row(run_on_gpu(c, in), want, bars, Pass::jvp), "");
+      }
+    }
 }
 
 TEST_P(GpuJvp, raises_the_maximum) {
@@ -93,7 +117,7 @@ TEST_P(GpuJvp, reads_no_token_that_is_not_seen) {
   for (Case c : partly_seen_cases())
     for (const auto& [dim, dim_v] : kDims) {
       c.dim = dim, c.dim_v = dim_v, c.kv_heads = 1, c.dlse = true;
-      c.dtype = c.out_dtype = DType::bf16;
+      c.dtype = c.out_dtype = type();
       const PartlySeen x = partly_seen(c, 1);
       if (!gpu_takes_logits(x.c, x.in.mask_dtype, x.in.mask.shape, Pass::jvp)) continue;
       SCOPED_TRACE(testing::Message() << "case " << c.name << ", head dims " << dim << " and " << dim_v);
@@ -122,7 +146,7 @@ TEST_P(GpuJvp, hides_nan_of_one_key) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Precisions, GpuJvp, testing::Values(Precision::bf16, Precision::f16),
+INSTANTIATE_TEST_SUITE_P(Precisions, GpuJvp, testing::Values(Precision::bf16, Precision::f16, Precision::f32),
                          [](const auto& info) { return name(info.param); });
 
 }  // namespace

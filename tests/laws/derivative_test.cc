@@ -182,6 +182,24 @@ TEST_P(Tangents, of_k_equal_in_all_keys_give_zero) {
   }
 }
 
+// A tangent that is absent is 0. Products with zeros add nothing to any sum, so that leaving them out changes no bit.
+TEST_P(Tangents, that_are_absent_are_zeros) {
+  for (const Case& c : kCases)
+    for (int there = 0; there < 7; ++there) {  // bits: of tq, tk, tv
+      Inputs in = draw(c, 7), zeros = in;
+      int bit = 1;
+      for (Values Inputs::*t : {&Inputs::tq, &Inputs::tk, &Inputs::tv}) {
+        if (!(there & bit)) in.*t = Values(), zeros.*t = Values((zeros.*t).shape);
+        bit *= 2;
+      }
+      const Recipe recipe{Pass::jvp, GetParam()};
+      const Outputs got = compute(c, in, recipe), want = compute(c, zeros, recipe);
+      for (const auto& [a, b] :
+           {std::pair{&got.o, &want.o}, {&got.to, &want.to}, {&got.lse, &want.lse}, {&got.tlse, &want.tlse}})
+        EXPECT_EQ(a->data, b->data) << c.name << ", tangents " << there;
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Precisions, Tangents, testing::ValuesIn(precisions_of(Pass::jvp)),
                          [](const auto& info) { return std::string(name(info.param)); });
 

@@ -146,9 +146,6 @@ TEST(Structs, missing_tensors_are_named) {
   without(OCTET_BACKWARD, "dq", &octet_arguments::dq);
   without(OCTET_BACKWARD, "dk", &octet_arguments::dk);
   without(OCTET_BACKWARD, "dv", &octet_arguments::dv);
-  without(OCTET_JVP, "tq", &octet_arguments::tq);
-  without(OCTET_JVP, "tk", &octet_arguments::tk);
-  without(OCTET_JVP, "tv", &octet_arguments::tv);
   without(OCTET_JVP, "to", &octet_arguments::to);
 }
 

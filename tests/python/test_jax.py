@@ -211,6 +211,61 @@ def test_the_pair_is_differentiable_in_o_alone():
     assert (jax.grad(lambda q: octet.attention_jvp(q, k, v, q, k, v)[1].sum())(q) == 0).all()
 
 
+def tangents_of_program(function, *x):
+    """Which tangents the passes of a program take, those of programs within it too."""
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("octet_pair", "octet_tangent"):
+                found.append({name for name in equation.params["names"] if name in ("tq", "tk", "tv")})
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(function)(*x).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("names", ["q", "v", "qk"])
+def test_tangents_that_are_absent_are_left_out(names):
+    x = dict(zip("qkv", inputs(), strict=True))
+    t = dict(zip("qkv", draw(*(y.shape for y in x.values()), seed=1), strict=True))
+    along = {name: t[name] if name in names else None for name in x}
+    zeros = [jnp.zeros_like(x[name]) if along[name] is None else along[name] for name in x]
+    want = octet.attention_jvp(*x.values(), *zeros, causal="bottom_right")
+    moving, directions = [tuple(y[name] for name in names) for y in (x, t)]
+
+    def with_moving(*y):
+        return call(**x | dict(zip(names, y, strict=True)))
+
+    def tangent(*y):
+        return jax.jvp(with_moving, y, directions)
+
+    def linear(*y):
+        o, along_directions = jax.linearize(jax.jit(with_moving), *y)
+        return o, along_directions(*directions)
+
+    def mapped(*y):
+        o, to = jax.vmap(tangent)(*(jnp.stack([z, z]) for z in y))
+        return o[1], to[1]
+
+    def explicit():
+        return octet.attention_jvp(*x.values(), *along.values(), causal="bottom_right")
+
+    assert tangents_of_program(explicit) == [{f"t{name}" for name in names}]
+    ways = {"jvp": tangent, "jit": jax.jit(tangent), "linearize": linear, "vmap": mapped}
+    for way_of, run in ways.items():
+        assert tangents_of_program(run, *moving) == [{f"t{name}" for name in names}], way_of
+    for way_of, found in {"explicit": explicit(), **{a: run(*moving) for a, run in ways.items()}}.items():
+        for a, b in zip(found, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13, err_msg=way_of)
+    # Backwards the same program gives the gradients that are asked for, and no other.
+    got = jax.jit(jax.grad(lambda *y: with_moving(*y).sum(), argnums=tuple(range(len(names)))))(*moving)
+    every = dict(zip("qkv", jax.grad(lambda *y: call(*y).sum(), argnums=(0, 1, 2))(*x.values()), strict=True))
+    for name, a in zip(names, got, strict=True):
+        np.testing.assert_allclose(a, every[name], rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_a_second_derivative_that_is_not_used_is_not_rejected(transform):
     """The loss of MeanFlow: a target made of a tangent, under stop_gradient."""

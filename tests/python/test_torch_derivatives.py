@@ -42,6 +42,30 @@ def test_gradcheck_of_packed_sequences():
     assert gradcheck(lambda *x: octet.attention_varlen(*x, cu, cu, causal="top_left"), (q, k, v), **checks)
 
 
+# What kernels for jvps are tested with elsewhere (jvp_flash_attention, rcm): short sequences, masks of both kinds, a
+# scale of its own, other numbers of keys than of queries.
+DIRECTIONS = {
+    "32 tokens": ({"queries": 32, "keys": 32, "dim": 16}, {}),
+    "causal": ({"queries": 32, "keys": 32, "dim": 32}, {"causal": True}),
+    "bool": ({"queries": 32, "keys": 32, "dim": 16}, {"mask": "bool"}),
+    "additive": ({"queries": 64, "keys": 64, "dim": 16}, {"mask": "additive"}),
+    "scale": ({"queries": 40, "keys": 33, "dim": 8}, {"scale": 0.5}),
+    "one head": ({"heads": 1, "kv_heads": 1, "queries": 33, "keys": 130, "dim": 64}, {}),
+}
+
+
+@pytest.mark.parametrize("case", DIRECTIONS)
+def test_gradcheck_along_directions(case):
+    sizes, keywords = DIRECTIONS[case]
+    x = inputs(**sizes)
+    if "mask" in keywords:
+        hidden = torch.rand(2, 1, sizes["queries"], sizes["keys"]) < 0.5
+        additive = torch.randn(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
+        keywords = {"mask": ~hidden if keywords["mask"] == "bool" else additive}
+    checks = {"check_forward_ad": True, "fast_mode": True}
+    assert gradcheck(lambda *y: octet.attention(*y, **keywords), tuple(x), **checks)
+
+
 def test_dual_numbers_and_functional_jvp_agree_with_the_pair():
     q, k, v = (x.detach() for x in inputs())
     tq, tk, tv = (torch.randn_like(x) for x in (q, k, v))
@@ -164,6 +188,56 @@ def test_a_jvp_is_one_pass(monkeypatch, way):
     assert passes_of(ways.get(way, beside), monkeypatch) == ["jvp" if way in ways else "forward"]
     x[1].requires_grad_()
     assert sorted(passes_of(ways.get(way, beside), monkeypatch)) == (["forward", "jvp"] if way in ways else ["forward"])
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])
+def test_tangents_that_are_absent_are_left_out(monkeypatch, names):
+    """What no direction moves comes to the library without a tangent, whichever way the direction comes."""
+    x, t = ([y.detach() for y in inputs(seed=seed)] for seed in (0, 1))
+    along = [b if name in names else None for name, b in zip("qkv", t, strict=True)]
+    zeros = [torch.zeros_like(a) if b is None else b for a, b in zip(x, along, strict=True)]
+    want = octet.attention_jvp(*x, *zeros, causal="bottom_right")
+
+    def with_moving(moving):
+        given = iter(moving)
+        return call(*(a if b is None else next(given) for a, b in zip(x, along, strict=True)))
+
+    moving = tuple(a for a, b in zip(x, along, strict=True) if b is not None)
+    directions = tuple(b for b in along if b is not None)
+
+    def dual():
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(with_moving(map(forward_ad.make_dual, moving, directions))))
+
+    ways = {
+        "explicit": lambda: octet.attention_jvp(*x, *along, causal="bottom_right"),
+        "torch.func": lambda: torch.func.jvp(lambda *y: with_moving(y), moving, directions),
+        "dual numbers": dual,
+    }
+    came, run_pass = [], _passes.run
+    monkeypatch.setattr(_passes, "run", lambda kind, given, *how: came.append(given) or run_pass(kind, given, *how))
+    for way, run in ways.items():
+        came.clear()
+        found = run()
+        tangents = [{name for name in given if name in ("tq", "tk", "tv")} for given in came]
+        assert tangents == [{f"t{name}" for name in names}], way
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), way
+
+
+def test_a_compiled_pair_with_absent_tangents():
+    """One graph: o with its gradient, and a detached tangent, by which no gradient can be taken."""
+    q, k, v = inputs(queries=7)
+
+    def step(q, k, v):
+        o, to = octet.attention_jvp(q, k, v, torch.ones_like(q), None, None)
+        return (o - to).square().sum(), to
+
+    torch._dynamo.reset()
+    (loss, to), (want, want_to) = torch.compile(step, backend="aot_eager", fullgraph=True)(q, k, v), step(q, k, v)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v)) for x in (loss, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(to, want_to, rtol=1e-12, atol=1e-13)
+    assert not to.requires_grad and not want_to.requires_grad
 
 
 def test_jvp_meets_other_transforms():

@@ -244,7 +244,9 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
       }
       break;
     case Pass::jvp:
-      x.tq = Buffer(in.tq, gradient, layout), x.tk = Buffer(in.tk, gradient, kv), x.tv = Buffer(in.tv, gradient, kv);
+      if (in.tq.present()) x.tq = Buffer(in.tq, gradient, layout);
+      if (in.tk.present()) x.tk = Buffer(in.tk, gradient, kv);
+      if (in.tv.present()) x.tv = Buffer(in.tv, gradient, kv);
       x.to = Buffer(out, c.o_shape(), layout);
       if (in.sinks.present()) x.tsinks = Buffer(in.tsinks, lse, layout);
       if (in.dlse.present()) x.tlse = Buffer(lse, c.lse_shape(), layout);

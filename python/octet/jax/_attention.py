@@ -26,8 +26,6 @@ def _call_of(options: Options, operands: Operands) -> tuple[Options, Operands]:
             )
     if "tsinks" in given and "sinks" not in given:
         raise InvalidArgument("tsinks: given without sinks, to which it belongs")
-    if "tq" in given and "sinks" in given:
-        given.setdefault("tsinks", jnp.zeros_like(given["sinks"]))
     given = by_head(adapter, options, given)
     if "dropout_seed" in given:
         given["dropout_seed"] = _seed_of(given["dropout_seed"])

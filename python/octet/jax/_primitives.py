@@ -228,12 +228,13 @@ def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) ->
     saved = bind(forward_p, *primals, names=names, options=options, residual=residual)
     if all(map(_is_zero, linear.values())):
         return saved, [_zero(x) for x in saved[:2]]
+    linear = {name: t for name, t in linear.items() if not _is_zero(t)}
     moved = bind(
         tangent_p,
         *primals[:3],
         *saved,
         *primals[3:],
-        *map(ad.instantiate_zeros, linear.values()),
+        *linear.values(),
         names=(*names[:3], *_SAVED, *names[3:], *[f"t{name}" for name in linear]),
         options=options,
         residual=residual,
@@ -259,8 +260,9 @@ def _tangent_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
     n = len(names) - len(_tangents(names))
     results = bind(tangent_p, *primals, names=names, **how)
     moved = _rejected(results, tangents[:n])
-    if not all(map(_is_zero, tangents[n:])):
-        along = bind(tangent_p, *primals[:n], *map(ad.instantiate_zeros, tangents[n:]), names=names, **how)
+    linear = {name: t for name, t in zip(names[n:], tangents[n:], strict=True) if not _is_zero(t)}
+    if linear:
+        along = bind(tangent_p, *primals[:n], *linear.values(), names=(*names[:n], *linear), **how)
         moved = [a if _is_zero(b) else a + b for a, b in zip(along, moved, strict=True)]
     return results, moved
 
@@ -273,9 +275,11 @@ def _tangent_transpose(cotangents: Any, *operands: Any, names: Any, **how: Any) 
         return [None] * n + [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in linear]
     given = {"do_": ad.instantiate_zeros(do)} | ({} if _is_zero(dlse) else {"dlse": dlse})
     of_mask = "tmask" in names
-    found = bind(backward_p, *given.values(), *operands[:n], names=(*given, *names[:n]), of_mask=of_mask, **how)
+    made = bind(backward_p, *given.values(), *operands[:n], names=(*given, *names[:n]), of_mask=of_mask, **how)
+    found = dict(zip(_results("backward", names[:n], of_mask), made, strict=True))
     return [None] * n + [
-        g.astype(x.aval.dtype) if ad.is_undefined_primal(x) else None for g, x in zip(found, linear, strict=True)
+        found[f"d{name[1:]}"].astype(x.aval.dtype) if ad.is_undefined_primal(x) else None
+        for name, x in zip(names[n:], linear, strict=True)
     ]
 
 

@@ -13,7 +13,17 @@ from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from octet._operands import CONSTANTS, DIFFERENTIABLE, RESULTS, WITH_TANGENT, Operands, inputs_of, with_gradient
+from octet import _plan
+from octet._operands import (
+    CONSTANTS,
+    DIFFERENTIABLE,
+    RESULTS,
+    WITH_TANGENT,
+    Operands,
+    inputs_of,
+    operands_of,
+    with_gradient,
+)
 from octet._options import Options, expect_constant, expect_no_tangent, is_differentiated
 from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
@@ -148,16 +158,13 @@ def _attend_along(operands: Operands, options: Options, of_lse: bool, residual: 
 
 
 def _pair(given: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
-    """(o, lse, o_residual, to, tlse) of the inputs of a jvp, whose tangents may be missing: those of q, k and v are
-    then zeros, and where there is none, to and tlse are None."""
+    """(o, lse, o_residual, to, tlse) of the inputs of a jvp, whose tangents may be missing; where there is none, to
+    and tlse are None."""
     plain = inputs_of("forward", given)
     if len(plain) == len(given):
         if torch._C._are_functorch_transforms_active():
             return *attend(plain, options, of_lse=of_lse, residual=residual), None, None
         return *_attend(plain, options, of_lse, residual, dual=False), None, None
-    for name in ("q", "k", "v"):
-        if f"t{name}" not in given:
-            given[f"t{name}"] = torch.zeros_like(given[name])
     if not any([is_differentiated(plain[name]) for name in DIFFERENTIABLE if name in plain]):
         o, lse, to, tlse = tangents_of(given, options, of_lse)
         return o, lse, o.new_empty(0), to, tlse
@@ -326,8 +333,6 @@ class _DualAttention(_Attention):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         along = dict(zip(ctx.names, tangents[_HOW:], strict=True))
-        for name in WITH_TANGENT:
-            if name in given and (along[name] is not None or name in ("q", "k", "v")):
-                given[f"t{name}"] = torch.zeros_like(given[name]) if along[name] is None else along[name]
+        given |= operands_of(**{f"t{name}": along.get(name) for name in WITH_TANGENT})
         *_, to, tlse = tangents_of(given, ctx.options, ctx.of_lse)
         return to, tlse if ctx.of_lse else None, None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from octet._operands import Operands
+from octet._operands import Operands, operands_of
 from octet._options import LAYOUTS, Options
 from octet._results import results
 from octet.torch import _passes, _sharding
@@ -34,7 +34,7 @@ _SCHEMAS = {
     "backward": "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, str options, "
     f"{_MORE}, Tensor? dlse=None, {_LAST}, bool dmask=False) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dmask)",
-    "jvp": "(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, bool extra, str options, "
+    "jvp": "(Tensor q, Tensor k, Tensor v, Tensor? tq, Tensor? tk, Tensor? tv, bool extra, str options, "
     f"{_MORE}, Tensor? tsinks=None, {_LAST}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
 }
 _LENGTHS, _FLAGS = ("max_seqlen_q", "max_seqlen_k"), ("residual", "extra", "dmask")
@@ -84,7 +84,7 @@ def _jvp(*args: Any) -> tuple:
 def _read(kind: str, args: tuple) -> tuple[Operands, bool, Options]:
     """The operands of an operator, its flag (False: it has none), and its options."""
     n = len(_FIRST[kind])
-    operands: Operands = dict(zip(_FIRST[kind], args, strict=False))
+    operands: Operands = operands_of(**dict(zip(_FIRST[kind], args, strict=False)))
     options = _complete(kind, operands, args[n], args[n + 1 :])
     return operands, any([operands.pop(flag, False) for flag in _FLAGS]), options
 
@@ -123,7 +123,7 @@ def run(kind: str, operands: Operands, options: Options, extra: bool = False) ->
     if "torch.distributed.tensor" in sys.modules:
         _register_dtensors()
     more = dict(operands)
-    first = [more.pop(name) for name in _TENSORS[kind]]
+    first = [more.pop(name, None) for name in _TENSORS[kind]]  # a tangent may be absent
     if options.layout == "thd" or "seqused_k" in operands:  # bounds are no part of the text, and may be symbols
         more |= {"max_seqlen_q": options.max_seqlen_q, "max_seqlen_k": options.max_seqlen_k}
         options = options._replace(max_seqlen_q=0, max_seqlen_k=0)
@@ -168,4 +168,6 @@ def _backward_flop(*args: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.octet.jvp, get_raw=True)
 def _jvp_flop(*args: Any, **_: Any) -> int:
     pairs, dim, dim_v = _pairs_and_dims("jvp", args)
-    return 2 * pairs * 3 * (dim + dim_v)
+    operands = _read("jvp", args)[0]
+    of_q, of_k, of_v = ["tq" in operands, "tk" in operands, "tv" in operands]
+    return 2 * pairs * ((1 + of_q + of_k) * dim + (1 + (of_q or of_k) + of_v) * dim_v)

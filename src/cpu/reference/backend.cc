@@ -187,9 +187,12 @@ void run_forward(const Problem& problem, const Recipe& recipe, const Sequence& a
 
 void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, int64_t kv_head,
              const Head& kv) {
-  const Tangents tangents{load_tokens(problem.tq, at.batch, h, at.q_first, at.q_tokens),
-                          load_tokens(problem.tk, at.batch, kv_head, at.k_first, at.k_tokens),
-                          load_tokens(problem.tv, at.batch, kv_head, at.k_first, at.k_tokens),
+  const auto tangent_of = [&](const View& x, int64_t head, int64_t first, int64_t count, int64_t dim) {
+    return x.present() ? load_tokens(x, at.batch, head, first, count) : Matrix(count, dim);  // of zeros
+  };
+  const Tangents tangents{tangent_of(problem.tq, h, at.q_first, at.q_tokens, problem.dim),
+                          tangent_of(problem.tk, kv_head, at.k_first, at.k_tokens, problem.dim),
+                          tangent_of(problem.tv, kv_head, at.k_first, at.k_tokens, problem.dim_v),
                           problem.tsinks.present() ? element(problem.tsinks, at.batch, h, 0, 0) : 0.0};
   const JvpOutput out = jvp(load_head(problem, at, h, kv), tangents, recipe);
   store_tokens(problem.o, at.batch, h, at.q_first, out.primal.o);

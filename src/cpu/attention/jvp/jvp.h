@@ -5,8 +5,8 @@
 //   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m'),  h = p (ts - c)
 //   l = alpha l + rowsum(p),  r = alpha r + rowsum(h)
 //   o = alpha o + p v,  t = alpha t + [p, h] [tv; v]      the second as one product of twice the depth
-// where dropped elements of p and h count in l and r alone, and at the end o / l, to = (t - r o / l) / l, lse = m + ln
-// l.
+// where a product with a tangent that is absent is left out, dropped elements of p and h count in l and r alone, and at
+// the end o / l, to = (t - r o / l) / l, lse = m + ln l.
 //
 // A constant added to a row of ts cancels between t and r o. So c, the mean of ts weighted by p in the first tile that
 // the row sees, only keeps h small, and with it the error of rounding h. l and r sum the rounded p and h, so that their
@@ -113,7 +113,7 @@ template <class E, PFormat format>
 struct Jvp {
   static constexpr int64_t kRows = JvpScratch<E>::kRows;
 
-  const Problem &p, &tangents;  // tangents: tq, tk, tv in the place of q, k, v
+  const Problem &p, &tangents;  // tangents: those that there are of q, k and v, in their place
   const ForwardNumerics& numerics;
   const JvpSide& side;
   const Signs& signs;
@@ -139,8 +139,9 @@ struct Jvp {
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
     QueryRows queries;
     const int64_t words = side.primal.k_words, columns = side.primal.v_columns;
-    pack_queries<E>(tangents, numerics, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words,
-                    queries);
+    if (p.tq.present())
+      pack_queries<E>(tangents, numerics, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words,
+                      queries);
     pack_queries<E>(p, numerics, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words,
                     queries);
     for (int64_t i = 0; i < kRows; ++i) {
@@ -160,7 +161,12 @@ struct Jvp {
     const Strides q_strides{2 * words, 1};
     const Word* k = side.primal.k + index * side.primal.k_stride;
     matmul<E, false>(scratch.q + words, q_strides, k, kKeys, scratch.s, kKeys, rows, kKeys, words);
-    matmul<E, false>(scratch.q, q_strides, k, kKeys, scratch.ts, kKeys, rows, kKeys, 2 * words);
+    const bool of_q = p.tq.present(), of_k = p.tk.present();
+    if (of_q || of_k)
+      matmul<E, false>(scratch.q + (of_q ? 0 : words), q_strides, k + (of_q ? 0 : words * kKeys), kKeys, scratch.ts,
+                       kKeys, rows, kKeys, (of_q + of_k) * words);
+    else
+      std::memset(scratch.ts, 0, sizeof(float) * rows * kKeys);
   }
 
   void softmax_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key) {
@@ -207,12 +213,16 @@ struct Jvp {
     }
     const Strides strides{2 * scratch.p_stride / E::kPerWord, 1};
     const Word *tv = side.tangent.v + index * side.tangent.v_stride, *v = side.primal.v + index * side.primal.v_stride;
+    const bool of_v = p.tv.present(), of_logits = p.tq.present() || p.tk.present();
+    const auto* const ph = scratch.ph + (of_v ? 0 : scratch.p_stride);
+    const Word* const tv_v = of_v ? tv : v;
+    const int64_t depth = (of_v + of_logits) * words;
     if (side.primal.v_finite[index] && side.tangent.v_finite[index]) {
       matmul<E, true>(scratch.ph, strides, v, columns, scratch.o, columns, rows, columns, words);
-      matmul<E, true>(scratch.ph, strides, tv, columns, scratch.t, columns, rows, columns, 2 * words);
+      if (depth) matmul<E, true>(ph, strides, tv_v, columns, scratch.t, columns, rows, columns, depth);
     } else {
       matmul_skipping_zeros<E>(scratch.ph, strides, v, columns, scratch.o, columns, rows, columns, words);
-      matmul_skipping_zeros<E>(scratch.ph, strides, tv, columns, scratch.t, columns, rows, columns, 2 * words);
+      if (depth) matmul_skipping_zeros<E>(ph, strides, tv_v, columns, scratch.t, columns, rows, columns, depth);
     }
   }
 
@@ -271,9 +281,9 @@ template <class E, PFormat format>
 void jvp_as(const Job& job, const ForwardNumerics& numerics) {
   const Problem& p = *job.problem;
   Problem tangents = p;
-  tangents.q = p.tq;
-  tangents.k = p.tk;
-  tangents.v = p.tv;
+  if (p.tq.present()) tangents.q = p.tq;
+  if (p.tk.present()) tangents.k = p.tk;
+  if (p.tv.present()) tangents.v = p.tv;
   WorkspaceAllocator workspace(job.workspace);
   const JvpSide side = JvpSide::allocate<E>(p, numerics, workspace);
   const std::size_t scratch_bytes = jvp_scratch_bytes<E>(side.primal);

@@ -22,6 +22,21 @@ JvpInput input(const Input& x, int rows) {
   return input;
 }
 
+// A tangent, which is zeros of the shape of `like` where it is absent: the kernel has all three.
+struct Tangent {
+  Tangent(const View& from, const View& like, octet_dtype type, WorkspaceAllocator& allocator)
+      : zeros(from.present() ? View{} : contiguous(like, type, allocator)),
+        input(from.present() ? from : zeros, type, allocator) {}
+  void preprocess(cudaStream_t stream) const {
+    const std::size_t bytes = static_cast<std::size_t>(zeros.elements()) * bytes_of(zeros.dtype);
+    if (bytes) check(cudaMemsetAsync(zeros.data, 0, bytes, stream), "cudaMemsetAsync");
+    input.preprocess(stream);
+  }
+
+  View zeros;
+  Input input;
+};
+
 }  // namespace
 
 Plan jvp(const Problem& p, void* workspace) {
@@ -30,22 +45,24 @@ Plan jvp(const Problem& p, void* workspace) {
   int* const blocks_before = allocate_blocks_before(p, allocator);
   unsigned* const counter = allocator.take<unsigned>(1);
   const Input q(p.q, choice.type, allocator), k(p.k, choice.type, allocator), v(p.v, choice.type, allocator);
-  const Input tq(p.tq, choice.type, allocator), tk(p.tk, choice.type, allocator), tv(p.tv, choice.type, allocator);
+  const Tangent tq(p.tq, p.q, choice.type, allocator), tk(p.tk, p.k, choice.type, allocator),
+      tv(p.tv, p.v, choice.type, allocator);
   const Result o(p.o, allocator), to(p.to, allocator);
   const auto name = [&p, choice] {
     return text("jvp ", octet::name(p.precision), ", wgmma, ", choice.kernel.rows, " x ", choice.kernel.keys, " tiles");
   };
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
-    for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
+    for (const Input* x : {&q, &k, &v}) x->preprocess(stream);
+    for (const Tangent* x : {&tq, &tk, &tv}) x->preprocess(stream);
     clear(counter, stream);
     const Kernel& kernel = choice.kernel;
     JvpParams a{.q = input(q, kernel.rows),
                 .k = input(k, kernel.keys),
                 .v = input(v, kernel.keys),
-                .tq = input(tq, kernel.rows),
-                .tk = input(tk, kernel.keys),
-                .tv = input(tv, kernel.keys),
+                .tq = input(tq.input, kernel.rows),
+                .tk = input(tk.input, kernel.keys),
+                .tv = input(tv.input, kernel.keys),
                 .scheduler = scheduler_of(p, kernel, 2 * sizeof(F16), counter, blocks_before, stream),
                 .mask = mask_of(p),
                 .group = static_cast<int>(p.group()),
