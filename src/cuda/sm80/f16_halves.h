@@ -207,22 +207,27 @@ __device__ RowValues to_halves(Accumulator<Columns> x, const float* of_columns, 
   return inverse;
 }
 
-// sum += a b, `Columns` columns at a time, with a from to_halves, which has returned `inverse`.
+// sum += a b over columns [first, first + Columns), with a from to_halves, which has returned `inverse`.
+template <int Columns, int M, int Depth, int Dim, class TileB>
+__device__ void add_columns(Accumulator<Dim> (&sum)[M], const HalfOperand<M, Depth>& a, const RowValues (&inverse)[M],
+                            const HalfTiles<TileB>& b, int first) {
+  HalfSums<M, Columns> products;
+  mma_AB(products, a, b, first / 16);
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int i = 0; i < Columns / 2; ++i) {
+      float& to = sum[m].x[first / 2 + i];
+      to = __fmaf_rn(products.at(m, i), inverse[m][i / 2 % 2], to);
+    }
+}
+
+// The same over all columns, `Columns` at a time.
 template <int Columns, int M, int Depth, int Dim, class TileB>
 __device__ void add_product(Accumulator<Dim> (&sum)[M], const HalfOperand<M, Depth>& a, const RowValues (&inverse)[M],
                             const HalfTiles<TileB>& b) {
 #pragma unroll
-  for (int first = 0; first < Dim; first += Columns) {
-    HalfSums<M, Columns> products;
-    mma_AB(products, a, b, first / 16);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int i = 0; i < Columns / 2; ++i) {
-        float& to = sum[m].x[first / 2 + i];
-        to = __fmaf_rn(products.at(m, i), inverse[m][i / 2 % 2], to);
-      }
-  }
+  for (int first = 0; first < Dim; first += Columns) add_columns<Columns>(sum, a, inverse, b, first);
 }
 
 // Returns a b^T in d, but for the factors of rows and columns. Tensor cores truncate sums, so those of 64 are taken

@@ -29,7 +29,8 @@ JvpChoice choose_jvp(const Problem& p) {
   const Row* row = std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& each) {
     return each.type == type && (all || each.tangents == Tangents::some);
   });
-  return {type == OCTET_F32, type, (logits_of(p) == Logits::plain ? row->plain : row->general)(std::max(p.dim, p.dim_v))};
+  return {type == OCTET_F32, type,
+          (logits_of(p) == Logits::plain ? row->plain : row->general)(std::max(p.dim, p.dim_v))};
 }
 
 }  // namespace octet::cuda::sm80

@@ -19,7 +19,8 @@ namespace {
 HeadGroups head_groups(const Problem& p, const JvpChoice& choice) {
   const int64_t all = p.batch * p.heads;
   if (!p.windowed) return one_by_one(all);
-  const int64_t head_bytes = std::max<int64_t>(2 * (choice.f32 ? sizeof(float) : sizeof(F16)) * p.tokens_k * (p.dim + p.dim_v), 1);
+  const int64_t head_bytes =
+      std::max<int64_t>(2 * (choice.f32 ? sizeof(float) : sizeof(F16)) * p.tokens_k * (p.dim + p.dim_v), 1);
   const Card& gpu = card(p.device_index);
   return head_groups_of(all, query_blocks(p, choice.kernel.rows), gpu.l2_bytes * 2 / 3 / head_bytes * p.group(),
                         2 * gpu.multiprocessors);
@@ -54,7 +55,8 @@ Plan jvp(const Problem& p, void* workspace) {
   const Result o(p.o, allocator), to(p.to, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const auto name = [&p, choice] {
-    return text("jvp ", octet::name(p.precision), ", mma.sync, ", choice.kernel.rows, " x ", choice.kernel.keys, " tiles");
+    return text("jvp ", octet::name(p.precision), ", mma.sync, ", choice.kernel.rows, " x ", choice.kernel.keys,
+                " tiles");
   };
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;

@@ -28,8 +28,8 @@ __device__ void Jvp<T, Dim, logits, tangents>::find_tile(unsigned tile) {
 // Loads a tile of a tensor, which each of its tiles in shared memory has a part of.
 template <class T, int Dim, Logits logits, Tangents tangents>
 template <class SharedTile>
-__device__ void Jvp<T, Dim, logits, tangents>::load(unsigned char* to, const Element* from, int64_t stride, const Interval& rows,
-                                          int columns) const {
+__device__ void Jvp<T, Dim, logits, tangents>::load(unsigned char* to, const Element* from, int64_t stride,
+                                                    const Interval& rows, int columns) const {
 #pragma unroll 1
   for (int part = 0; part < Operands::kTiles; ++part)
     load_async<kThreads>(SharedTile{to + part * SharedTile::kBytes}, from + part * Dim, stride, rows, columns);

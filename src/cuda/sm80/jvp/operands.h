@@ -5,7 +5,7 @@
 //   kTiles             tiles in shared memory that hold one tile of a tensor
 //   kStagesMasks       tiles of a mask tensor pass through shared memory
 //   Factors            the factors of tokens in shared memory
-//   P                  p or h as a left operand; put() sets two elements, and returns what the sums l and r take of them
+//   P                  p or h as a left operand; put() sets two elements, and returns what l and r take of them
 //   start_factors, load_query_factors, load_key_factors, load_value_factors
 //   multiply_qk        s = q k^T, t = tq k^T + q tk^T
 //   multiply_pv        o += p v, u += p tv + h v
@@ -19,21 +19,6 @@
 #include "cuda/sm80/mma.h"
 
 namespace octet::cuda::sm80 {
-
-// sum += a b over columns [first, first + Columns), with a from to_halves, which has returned `inverse`.
-template <int Columns, int M, int Depth, int Dim, class TileB>
-__device__ void add_columns(Accumulator<Dim> (&sum)[M], const HalfOperand<M, Depth>& a, const RowValues (&inverse)[M],
-                            const HalfTiles<TileB>& b, int first) {
-  HalfSums<M, Columns> products;
-  mma_AB(products, a, b, first / 16);
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int i = 0; i < Columns / 2; ++i) {
-      float& to = sum[m].x[first / 2 + i];
-      to = __fmaf_rn(products.at(m, i), inverse[m][i / 2 % 2], to);
-    }
-}
 
 // 16 bits: numbers as they are.
 template <class T>
@@ -176,8 +161,8 @@ struct JvpOperands<float> {
     load_words_async<Kernel::kThreads, Kernel::kRows>(f.shared.factors.q, f.a.q_factors.at(w.batch, w.head, token),
                                                       rows);
     if (f.has(f.a.tq))
-      load_words_async<Kernel::kThreads, Kernel::kRows>(f.shared.factors.tq,
-                                                        f.a.tq_factors.at(w.batch, w.head, token), rows);
+      load_words_async<Kernel::kThreads, Kernel::kRows>(f.shared.factors.tq, f.a.tq_factors.at(w.batch, w.head, token),
+                                                        rows);
   }
   template <class Kernel>
   static __device__ void load_key_factors(const Kernel& f, int key, const Interval& rows) {
@@ -231,7 +216,8 @@ struct JvpOperands<float> {
       typename Kernel::O sums[] = {sum};
 #pragma unroll
       for (int first = 0; first < Kernel::kDimV; first += kColumns)
-        if (first < columns) add_columns<kColumns>(sums, halves, inverse, HalfTiles<typename Kernel::TileV>{right}, first);
+        if (first < columns)
+          add_columns<kColumns>(sums, halves, inverse, HalfTiles<typename Kernel::TileV>{right}, first);
       sum = sums[0];
     };
     add(o, p, f.v_tiles(), f.shared.factors.v);

@@ -21,7 +21,7 @@ struct JvpParams {
   LogitTerms terms;  // of kernels with general logits
   Output o, to, lse, tlse;
   Sinks sinks, tsinks;
-  Dropout dropout;  // of kernels with general logits
+  Dropout dropout;                                                                   // of kernels with general logits
   TokenFactors q_factors, k_factors, v_factors, tq_factors, tk_factors, tv_factors;  // of f32
 };
 
