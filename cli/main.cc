@@ -58,6 +58,7 @@ int run(int argc, char** argv) {
   octet::cli::add_study(app);
   octet::cli::add_explain(app);
   octet::cli::add_quantize(app);
+  octet::cli::add_tune(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::RequiredError& error) {

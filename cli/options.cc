@@ -84,6 +84,7 @@ void AttentionOptions::add_to(CLI::App& app) {
   app.add_option("--dropout-seed", dropout_seed_, "Which are dropped, by docs/numerics.md  [0,0]")
       ->type_name("SEED[,OFFSET]");
   app.add_option("--backend", backend_, "Run this backend only (octet info lists them)")->type_name("NAME");
+  app.add_option("--tile", tile_, "Run the kernel with this tile only (octet explain names it)")->type_name("NAME");
   app.add_option("--device", device_, "Where the tensors lie: cpu, cuda, cuda:N  [the backend's, else cpu]")
       ->type_name("DEVICE");
   app.add_option("--threads", threads_, "CPU threads, 0: all  [0]")->type_name("N");
@@ -106,6 +107,7 @@ Attention AttentionOptions::attention(Precision precision) const {
   if (!hadamard_.empty()) a.hadamard = parse(kSwitches, "--hadamard", hadamard_);
   if (!smooth_q_.empty()) a.smooth_q = parse(kSwitches, "--smooth-q", smooth_q_);
   if (!backend_.empty()) a.backend = backend_.c_str();
+  if (!tile_.empty()) a.tile = tile_.c_str();
   a.threads = threads_;
   a.deterministic = deterministic_;
   return a;

@@ -11,5 +11,6 @@ void add_bench(CLI::App& app);
 void add_study(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_quantize(CLI::App& app);
+void add_tune(CLI::App& app);
 
 }  // namespace octet::cli

@@ -154,12 +154,13 @@ typedef struct octet_attention {
   const char* backend;                    // name of a backend, NULL: the best that can
   const struct octet_rounding* rounding;  // NULL: the precision's own; octet_study.h describes others
   double dropout_p;                       // the probability that an element of P is dropped; 0: none
+  const char* tile;  // name of a kernel's tile, of octet_tiles; NULL: the tuned one, or the default
 } octet_attention;
 
-#define OCTET_ATTENTION_INIT                                                                   \
-  {                                                                                            \
-    sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
-        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL, 0 \
+#define OCTET_ATTENTION_INIT                                                                         \
+  {                                                                                                  \
+    sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE,       \
+        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL, 0, NULL \
   }
 
 // The tensors of one call; those that the pass has no use for stay NULL.
@@ -268,7 +269,17 @@ OCTET_API octet_status octet_run(const octet_attention* attention, const octet_a
 OCTET_API octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* text,
                                      size_t capacity, size_t* length);
 
-// The machine and the build as JSON: {version, compiler, cuda, cpu: {...}, gpus: [...], backends: [...]}.
+// The kernels that can run a call, by the names of their tiles, as JSON: {cell, call, card, default: {backend, tile},
+// tiles: [{backend, tile}, ...]}. The first of a backend is its own default, and `default` what runs where nothing was
+// tuned: `octet tune` finds out which is fastest on a card. Each sums in its own order, so that results differ in their
+// last bits. cell: an opaque name of all calls that share what was found, which `call` describes. card: the GPU of the
+// tensors, or null. Backends whose kernels have no tiles to choose from have none here; `default` is null if all are
+// such.
+OCTET_API octet_status octet_tiles(const octet_attention* attention, const octet_arguments* arguments, char* text,
+                                   size_t capacity, size_t* length);
+
+// The machine and the build as JSON: {version, compiler, cuda, cpu: {...}, gpus: [...], tuning: {...}, backends:
+// [...]}.
 OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
 
 // ---------------------------------------------------------------------------------------------

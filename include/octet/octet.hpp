@@ -152,6 +152,7 @@ struct Attention {
   const char* backend = nullptr;
   const octet_rounding* rounding = nullptr;
   double dropout_p = 0;  // with Extras::dropout_seed
+  const char* tile = nullptr;
 
   octet_attention c() const {
     octet_attention a = OCTET_ATTENTION_INIT;
@@ -174,6 +175,7 @@ struct Attention {
     a.backend = backend;
     a.rounding = rounding;
     a.dropout_p = dropout_p;
+    a.tile = tile;
     return a;
   }
 };
@@ -304,6 +306,19 @@ std::string explain(const Attention& attention, const Call& call) {
   check(octet_explain(&a, args.c(), nullptr, 0, &length));
   std::string text(length + 1, '\0');
   check(octet_explain(&a, args.c(), text.data(), text.size(), &length));
+  text.resize(length);
+  return text;
+}
+
+// The kernels that can run a call, by the names of their tiles, as JSON; see octet_tiles.
+template <class Call>
+std::string tiles(const Attention& attention, const Call& call) {
+  const octet_attention a = attention.c();
+  const detail::Arguments<Call> args(call);
+  size_t length = 0;
+  check(octet_tiles(&a, args.c(), nullptr, 0, &length));
+  std::string text(length + 1, '\0');
+  check(octet_tiles(&a, args.c(), text.data(), text.size(), &length));
   text.resize(length);
   return text;
 }

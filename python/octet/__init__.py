@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octet import _api
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._caches import append, attention_cached
-from octet._explain import Support, explain, supports
+from octet._explain import Support, explain, supports, tiles
 from octet._library import version as __version__
 from octet._qtensor import QTensor
 from octet._quantize import dequantize, quantize
@@ -55,4 +55,5 @@ __all__ = [
     "quantize",
     "sdpa",
     "supports",
+    "tiles",
 ]

@@ -110,6 +110,7 @@ class Attention(ctypes.Structure):
         ("backend", c_char_p),
         ("rounding", c_void_p),
         ("dropout_p", c_double),
+        ("tile", c_char_p),
     ]
 
 
@@ -193,6 +194,7 @@ PROTOTYPES = {
     "octet_workspace_size": (_status, [POINTER(Attention), POINTER(Arguments), POINTER(c_size_t)]),
     "octet_run": (_status, [POINTER(Attention), POINTER(Arguments), c_void_p, c_size_t, c_void_p]),
     "octet_explain": (_status, [POINTER(Attention), POINTER(Arguments), c_char_p, c_size_t, POINTER(c_size_t)]),
+    "octet_tiles": (_status, [POINTER(Attention), POINTER(Arguments), c_char_p, c_size_t, POINTER(c_size_t)]),
     "octet_info": (_status, [c_char_p, c_size_t, POINTER(c_size_t)]),
     "octet_quantize": (_status, [POINTER(Tensor), POINTER(Rope), POINTER(Tensor), POINTER(Tensor), c_void_p]),
     "octet_dequantize": (_status, [POINTER(Tensor), POINTER(Tensor), c_void_p]),

@@ -13,7 +13,7 @@ import numpy as np
 
 from octet import _numpy
 from octet._operands import Operands, expect_given, expect_meant, label, operands_of
-from octet._options import AttentionOptions, Options, count, options_of, truth
+from octet._options import AttentionOptions, Options, count, options_of, truth, with_tile_of
 from octet._qtensor import QTensor
 from octet._results import own_type
 from octet.errors import InvalidArgument
@@ -177,6 +177,9 @@ def attention(
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
+        tile: the kernel of the forward pass (of `attention_jvp`: of its pass), by the name of its tile in
+            `octet.tiles`; or a dict of such names by pass, {"forward": ..., "backward": ...}; None: what `octet tune`
+            found, or the default.
         out_dtype: of o, a dtype or its name, "float32", "float16", "bfloat16", "float64" (at precision "f64") or
             "float8_e4m3fn" (at "fp8_raw"); None: see below.
         enable_gqa: None: heads of q may be a multiple of kv_heads, but shapes that read as tensors of two layouts are
@@ -294,7 +297,7 @@ def attention_vjp(
     """
     more = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
     given = operands_of(q=q, k=k, v=v, do_=do, **more, dlse=dlse)
-    framework, made = call_of(given, options)
+    framework, made = call_of(given, with_tile_of("backward", options))
     if truth("return_dmask", return_dmask) and mask is None:
         raise InvalidArgument("return_dmask: True, but there is no mask; pass mask, or leave it out")
     return framework.run_vjp(made, given, return_dmask)

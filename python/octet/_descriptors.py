@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 from octet import _abi
 from octet._library import check, lib, text_of
 from octet._operands import dims_of
-from octet._options import Options
+from octet._options import Options, tile_of
 from octet._qtensor import Coding
 from octet._rounding import struct_of
 from octet._views import View
@@ -43,7 +43,7 @@ def quantization_of(coding: Coding) -> _abi.Quantization:
     return struct(_abi.Quantization, **coding._asdict())
 
 
-def attention_of(options: Options) -> _abi.Attention:
+def attention_of(kind: str, options: Options) -> _abi.Attention:
     mask = (_abi.MASK_CAUSAL if options.causal != "no" else 0) | (_abi.MASK_WINDOW if options.window else 0)
     alignment = options.causal if options.causal in _abi.ALIGNMENTS else options.alignment
     left, right = options.window or (0, 0)
@@ -64,6 +64,7 @@ def attention_of(options: Options) -> _abi.Attention:
         threads=options.threads,
         backend=options.backend.encode() or None,
         dropout_p=options.dropout_p,
+        tile=tile_of(options, kind).encode() or None,
         rounding=ctypes.addressof(struct_of(options.rounding)) if options.rounding else None,
     )
 
@@ -72,7 +73,7 @@ class Plan:
     """The descriptors of one call. Not to be shared between threads: addresses are written into it."""
 
     def __init__(self, kind: str, options: Options, operands: Iterable[Operand]) -> None:
-        self.attention = attention_of(options)
+        self.attention = attention_of(kind, options)
         self.arguments = struct(_abi.Arguments, max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k)
         setattr(self.arguments, "pass", _abi.PASSES[kind])
         self.tensors: list[_abi.Tensor] = []
@@ -127,3 +128,6 @@ class Plan:
 
     def explain(self) -> str:
         return text_of(lambda text, capacity, length: lib.octet_explain(*self._references, text, capacity, length))
+
+    def tiles(self) -> str:
+        return text_of(lambda text, capacity, length: lib.octet_tiles(*self._references, text, capacity, length))

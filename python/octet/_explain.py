@@ -1,14 +1,15 @@
-"""octet.explain and octet.supports: what a call would do, without doing it."""
+"""octet.explain, octet.tiles and octet.supports: what a call would do, without doing it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api
 from octet._descriptors import Plan
 from octet._operands import AttentionKeywords, split
-from octet._options import look_up
+from octet._options import look_up, with_tile_of
 from octet._plan import planned
 from octet._results import by_head
 from octet.errors import Error
@@ -31,7 +32,7 @@ class Support:
 def _plan(kind: str, q: Any, k: Any, v: Any, keywords: AttentionKeywords) -> Plan:
     """Returns the plan of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
-    more, options = split(keywords)
+    more, options = split(with_tile_of(kind, keywords))
     operands = {"q": q, "k": k, "v": v, **more}
     framework, made = _api.call_of(operands, options)
     return planned(framework.adapter, kind, made, by_head(framework.adapter, made, operands))
@@ -55,6 +56,29 @@ def explain(
         InvalidArgument: the arguments contradict each other or themselves.
     """
     return _plan(kind, q, k, v, keywords).explain()
+
+
+def tiles(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    kind: Literal["forward", "backward", "jvp"] = "forward",
+    **keywords: Unpack[AttentionKeywords],
+) -> dict[str, Any]:
+    """The kernels that can run a call, by the names of their tiles (docs/tuning.md).
+
+    Args:
+        q, k, v, keywords: as in `octet.attention`.
+        kind: the pass.
+
+    Returns:
+        {"cell", "call", "card", "default": {"backend", "tile"}, "tiles": [{"backend", "tile"}, ...]}: `default` is what
+        runs where nothing was tuned, and the first of each backend its own default. cell: an opaque name of all calls
+        that share what `octet tune` finds, which `call` describes. card: the GPU, or None. On a CPU there are no tiles
+        to choose from.
+    """
+    return json.loads(_plan(kind, q, k, v, keywords).tiles())
 
 
 def supports(

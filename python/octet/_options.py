@@ -2,8 +2,9 @@
 
 import importlib
 import operator
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -19,6 +20,7 @@ Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 Window: TypeAlias = tuple[int | None, int | None] | int | None
 BiasCorrection: TypeAlias = Literal["f16", "none", "beta", "exact_delta", "gproj"]
 Switch: TypeAlias = Literal["auto", "on", "off"]
+Tile: TypeAlias = str | dict[str, str] | None
 
 # For each layout, the dimensions of the caller's array that are batch, head, token, dim. -1: it has none, 1 is taken.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "thd": (-1, 1, 0, 2)}
@@ -43,6 +45,7 @@ class AttentionOptions(TypedDict, total=False):
     deterministic: bool | None
     threads: int
     backend: str | None
+    tile: Tile
     out_dtype: Any
     enable_gqa: bool | None
     rounding: Rounding | None
@@ -70,6 +73,38 @@ class Options(NamedTuple):
     out_dtype: str = ""  # of o; "": that of q
     rounding: str = ""  # the text of a Rounding; "": that of the precision
     dropout_p: float = 0.0
+    tile: str = ""  # "64x32": of passes that are not backward; or by pass, "forward:64x32;backward:64x64"
+
+
+def tile_text(tile: Tile) -> str:
+    """A tile as `Options` has it."""
+    if tile is None:
+        return ""
+    named = {"forward": tile} if isinstance(tile, str) else tile
+    if not isinstance(named, Mapping) or not all(
+        kind in _abi.PASSES and isinstance(name, str) and re.fullmatch("[0-9a-z-]+", name)
+        for kind, name in named.items()
+    ):
+        raise InvalidArgument(
+            f"tile: found {tile!r}, allowed: a name of octet.tiles, a dict of such names by pass "
+            f"({listing(_abi.PASSES)}), or None"
+        )
+    if isinstance(tile, str):
+        return tile
+    return ";".join(f"{kind}:{named[kind]}" for kind in _abi.PASSES if kind in named)
+
+
+def with_tile_of(kind: str, keywords: Any) -> Any:
+    """The keywords of a function that runs one pass, whose tile a bare name is."""
+    tile = keywords.get("tile")
+    return keywords | {"tile": {kind: tile}} if isinstance(tile, str) else keywords
+
+
+def tile_of(options: Options, kind: str) -> str:
+    """The tile that a pass shall have, or ""."""
+    if ":" not in options.tile:
+        return options.tile if kind != "backward" else ""
+    return dict(word.split(":") for word in options.tile.split(";")).get(kind, "")
 
 
 def causal_name(causal: Causal) -> str:
@@ -299,6 +334,7 @@ def options_of(
     deterministic: bool | None = None,
     threads: int = 0,
     backend: str | None = None,
+    tile: Tile = None,
     out_dtype: Any = None,
     enable_gqa: bool | None = None,
     rounding: Rounding | None = None,
@@ -350,6 +386,7 @@ def options_of(
         deterministic=truth("deterministic", deterministic, none=True),
         threads=count("threads", threads, "0 (all) to 4096", most=4096),
         backend=backend or "",
+        tile=tile_text(tile),
         out_dtype=type_of_o,
         rounding=points,
     )

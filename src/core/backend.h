@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/problem.h"
 
@@ -16,6 +17,8 @@ struct Plan {
   // Names the kernel: "forward bf16 amx, 64 x 64 tiles".
   std::function<std::string()> kernel;
   std::function<void(void* stream)> run;
+  // Names the tiles of the kernels that can run the problem, the default first. Empty: there are none to choose from.
+  std::function<std::vector<std::string>()> tiles{};
 };
 
 // A plan, or the reason why there is none.
@@ -56,5 +59,8 @@ Plan select(const Problem& problem, const char* wanted, void* workspace);
 
 // A line per backend considered: chosen, could or no, with its kernel or the reason.
 std::string explain(const Problem& problem, const char* wanted);
+
+// The tiles of all backends' kernels that can run a problem, as octet_tiles has them.
+std::string tiles_json(const Problem& problem, const char* wanted);
 
 }  // namespace octet

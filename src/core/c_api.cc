@@ -13,6 +13,7 @@
 #include "core/info.h"
 #include "core/names.h"
 #include "core/quantization.h"
+#include "core/tuning.h"
 #include "core/validate.h"
 
 namespace {
@@ -67,7 +68,8 @@ const char* octet_version(void) { return OCTET_VERSION; }
 octet_status octet_workspace_size(const octet_attention* attention, const octet_arguments* arguments, size_t* bytes) {
   return guarded([&] {
     if (!bytes) invalid("bytes: NULL");
-    const Problem problem = validate(attention, arguments);
+    Problem problem = validate(attention, arguments);
+    find_tile(problem);
     *bytes = select(problem, attention->backend, nullptr).workspace;
   });
 }
@@ -75,7 +77,8 @@ octet_status octet_workspace_size(const octet_attention* attention, const octet_
 octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments, void* workspace,
                        size_t bytes, void* stream) {
   return guarded([&] {
-    const Problem problem = validate(attention, arguments);
+    Problem problem = validate(attention, arguments);
+    find_tile(problem);
     const bool aligned = reinterpret_cast<uintptr_t>(workspace) % 64 == 0;
     const Plan plan = select(problem, attention->backend, aligned ? workspace : nullptr);
     if (stream && problem.device == OCTET_CPU) invalid("stream: given with CPU tensors; pass NULL");
@@ -93,8 +96,18 @@ octet_status octet_run(const octet_attention* attention, const octet_arguments* 
 octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* out,
                            size_t capacity, size_t* length) {
   return guarded([&] {
-    const Problem problem = validate(attention, arguments);
+    Problem problem = validate(attention, arguments);
+    find_tile(problem);
     copy_out(explain(problem, attention->backend), out, capacity, length);
+  });
+}
+
+octet_status octet_tiles(const octet_attention* attention, const octet_arguments* arguments, char* out, size_t capacity,
+                         size_t* length) {
+  return guarded([&] {
+    Problem problem = validate(attention, arguments);
+    problem.tile = {};  // all are asked for, whichever is wanted
+    copy_out(tiles_json(problem, attention->backend), out, capacity, length);
   });
 }
 

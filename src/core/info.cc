@@ -4,6 +4,7 @@
 #include "core/backend.h"
 #include "core/error.h"
 #include "core/names.h"
+#include "core/tuning.h"
 
 namespace octet {
 namespace {
@@ -56,7 +57,8 @@ std::string gpus_json() { return "[]"; }
 std::string info_json() {
   return text("{\"version\": ", json_string(OCTET_VERSION), ", \"compiler\": ", json_string(compiler()),
               ", \"cuda\": ", json_string(OCTET_CUDA_SUMMARY), ", \"driver\": ", driver_json(),
-              ", \"cpu\": ", cpu_json(), ", \"gpus\": ", gpus_json(), ", \"backends\": ", backends_json(), '}');
+              ", \"cpu\": ", cpu_json(), ", \"gpus\": ", gpus_json(), ", \"tuning\": ", tuning_json(),
+              ", \"backends\": ", backends_json(), '}');
 }
 
 }  // namespace octet

@@ -28,6 +28,13 @@ struct Sequence {
   int64_t index;  // among the sequences of the call
 };
 
+// The tile of the kernel that shall run, by its name.
+struct WantedTile {
+  const char* name;     // null: the default one
+  const char* backend;  // whose tile it is; null: that of any backend that has one of this name
+  bool tuned;           // octet tune found it; else the caller asks for it, and no other kernel may run
+};
+
 struct Problem {
   octet_pass pass;
   octet_precision precision;
@@ -40,6 +47,7 @@ struct Problem {
   unsigned threads;                // 0: all
   const octet_rounding* rounding;  // null: the precision's own
   uint32_t dropout;                // the probability of dropout times kDropoutOne; 0: none
+  WantedTile tile;
 
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;    // tokens_k: of pages those of a sequence, at most
   int64_t group() const { return kv_heads ? heads / kv_heads : 1; }  // heads of q per head of k and v

@@ -1,4 +1,6 @@
 // The backends, best first, and what each says to a problem.
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <iterator>
 #include <string_view>
@@ -7,7 +9,9 @@
 
 #include "core/backend.h"
 #include "core/error.h"
+#include "core/info.h"
 #include "core/names.h"
+#include "core/tuning.h"
 
 namespace octet {
 
@@ -24,36 +28,53 @@ constexpr const Backend* kBackends[] = {
 #endif
     &kCpu, &kReference};
 
+// Returns the reason why no kernel of a plan has a tile of a name, or nothing.
+std::optional<std::string> no_tile_reason(std::string_view wanted, const Plan& plan) {
+  if (!plan.tiles) return text("it has no tile ", quoted(wanted), ", as its kernels have none to choose from");
+  std::string known;
+  for (const std::string& tile : plan.tiles()) {
+    if (tile == wanted) return {};
+    known += text(known.empty() ? "" : ", ", tile);
+  }
+  return text("it has no tile ", quoted(wanted), "; it has: ", known);
+}
+
 // Returns what a backend answers to a problem; `named`: the caller asks for it by name.
 Answer answer_of(const Backend& backend, const Problem& problem, bool named, void* workspace) {
   if (auto reason = backend.unavailable()) return std::move(*reason);
   if (problem.device != backend.device)
     return text("the tensors are on ", name(problem.device), "; it works on ", name(backend.device), " tensors");
   Answer answer = backend.plan(problem, workspace);
-  if (!answer.plan || named || !backend.deferral_reason) return answer;
+  if (!answer.plan) return answer;
+  if (problem.tile.name && !problem.tile.tuned)
+    if (auto reason = no_tile_reason(problem.tile.name, *answer.plan)) return std::move(*reason);
+  if (named || problem.tile.name || !backend.deferral_reason) return answer;
   if (auto reason = backend.deferral_reason(problem)) return text("it could, but ", *reason);
   return answer;
 }
 
-// The backends that may run: all, or the one that the caller or else the environment names.
+// The backends that may run: all, the one first whose tile octet tune found, or the one that the caller or else the
+// environment names.
 struct Candidates {
-  explicit Candidates(const char* wanted) : all(backends()) {
+  Candidates(const Problem& problem, const char* wanted) {
     if (!wanted) wanted = std::getenv("OCTET_BACKEND");
-    if (!wanted || !*wanted) return;
-    named = true;
+    named = wanted && *wanted;
     std::string known;
-    for (const Backend* const& backend : backends()) {
-      if (std::string_view(wanted) == backend->name) {
-        all = {&backend, 1};
-        return;
-      }
+    for (const Backend* const backend : backends()) {
+      if (!named || std::string_view(wanted) == backend->name) list[count++] = backend;
       known += text(known.empty() ? "" : ", ", backend->name);
     }
-    invalid("backend: unknown name ", quoted(wanted), "; known: ", known);
+    if (!count) invalid("backend: unknown name ", quoted(wanted), "; known: ", known);
+    if (problem.tile.tuned)
+      std::stable_partition(begin(), end(), [&](const Backend* x) { return problem.tile.backend == x->name; });
   }
 
-  BackendList all;
-  bool named = false;
+  const Backend** begin() { return list.data(); }
+  const Backend** end() { return list.data() + count; }
+
+  std::array<const Backend*, std::size(kBackends)> list;
+  std::size_t count = 0;
+  bool named;
 };
 
 // Why backends do not solve a problem, a line for each reason: "\n  sm90, sm80: no NVIDIA driver".
@@ -82,9 +103,9 @@ class Reasons {
 BackendList backends() { return {kBackends, std::size(kBackends)}; }
 
 Plan select(const Problem& problem, const char* wanted, void* workspace) {
-  const Candidates candidates(wanted);
+  Candidates candidates(problem, wanted);
   Reasons fitting, others;
-  for (const Backend* backend : candidates.all) {
+  for (const Backend* backend : candidates) {
     Answer answer = answer_of(*backend, problem, candidates.named, workspace);
     if (answer.plan) return std::move(*answer.plan);
     (problem.device == backend->device ? fitting : others).add(backend->name, answer.reason);
@@ -93,10 +114,10 @@ Plan select(const Problem& problem, const char* wanted, void* workspace) {
 }
 
 std::string explain(const Problem& problem, const char* wanted) {
-  const Candidates candidates(wanted);
+  Candidates candidates(problem, wanted);
   std::string report;
   bool chosen = false;
-  for (const Backend* backend : candidates.all) {
+  for (const Backend* backend : candidates) {
     const Answer answer = answer_of(*backend, problem, candidates.named, nullptr);
     if (answer.plan)
       report += text(backend->name, chosen ? ": could, " : ": chosen, ", answer.plan->kernel(), '\n');
@@ -105,6 +126,25 @@ std::string explain(const Problem& problem, const char* wanted) {
     chosen |= answer.plan.has_value();
   }
   return report;
+}
+
+std::string tiles_json(const Problem& problem, const char* wanted) {
+  std::string list, first;
+  Candidates candidates(problem, wanted);
+  for (const Backend* backend : candidates) {
+    const Answer answer = answer_of(*backend, problem, true, nullptr);
+    if (!answer.plan || !answer.plan->tiles) continue;
+    const bool runs = answer_of(*backend, problem, candidates.named, nullptr).plan.has_value();
+    for (const std::string& tile : answer.plan->tiles()) {
+      const std::string entry =
+          text("{\"backend\": ", json_string(backend->name), ", \"tile\": ", json_string(tile), '}');
+      list += text(list.empty() ? "" : ", ", entry);
+      if (first.empty() && runs) first = entry;
+    }
+  }
+  return text("{\"cell\": ", json_string(cell_of(problem).name()), ", \"call\": ", json_string(describe_cell(problem)),
+              ", \"card\": ", card_json(problem), ", \"default\": ", first.empty() ? "null" : first, ", \"tiles\": [",
+              list, "]}");
 }
 
 }  // namespace octet

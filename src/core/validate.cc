@@ -342,6 +342,8 @@ Problem validate(const octet_attention* given_attention, const octet_arguments* 
   validate_recipe(a, p);
   p.scale = effective_scale(a.scale, p.dim);
   p.softcap = validated_softcap(a.softcap);
+  if (a.tile && !*a.tile) invalid("tile: empty, allowed: NULL or a name that octet_tiles lists");
+  p.tile = {a.tile, nullptr, false};
   validate_memory(p);
   return p;
 }

@@ -60,6 +60,10 @@ foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8I
     endforeach()
   endforeach()
 endforeach()
+foreach(precision Bf16 F16)
+  octet_instance(sm80/fwd ${precision}_plain_half kernel.h
+    "ForwardKernel forward_kernel_of<Precision${precision}, Logits::plain, TileRows::half_queries>(int64_t)")
+endforeach()
 foreach(logits plain general)
   octet_instance(sm80/fwd Codes_${logits}_pages kernel.h
     "ForwardKernel forward_kernel_of<PrecisionCodes, Logits::${logits}, TileRows::pages>(int64_t)")

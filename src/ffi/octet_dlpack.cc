@@ -21,7 +21,7 @@ constexpr std::size_t kKept = 512;
 
 struct Call {
   octet_attention attention;
-  std::string backend;
+  std::string backend, tile;
   octet_arguments arguments;
   std::array<octet_tensor, kMostInputs + kMostOutputs> tensors{};  // of inputs and outputs
   int inputs, outputs, sinks = 0;                                  // how many there are; which input sinks are, 0: none
@@ -112,6 +112,7 @@ void place(const Call& call, Kind kind, octet_arguments& a, octet_tensor* t) {
 bool run(const Call& call, Kind kind, const Views& views) {
   octet_attention attention = call.attention;
   attention.backend = call.backend.empty() ? nullptr : call.backend.c_str();
+  attention.tile = call.tile.empty() ? nullptr : call.tile.c_str();
   auto tensors = call.tensors;
   for (int i = 0, n = call.inputs + call.outputs; i < n; ++i) tensors[i].data = data(views[i]);
   octet_arguments arguments = call.arguments;
@@ -289,6 +290,7 @@ OCTET_API void octet_fast_keep(int64_t kind_number, PyObject* token, PyObject* i
   Key key;
   if (!look(kind, token, objects, call->inputs, views, key)) return;
   call->attention = *attention, call->backend = attention->backend ? attention->backend : "";
+  call->tile = attention->tile ? attention->tile : "";
   call->arguments = *arguments, call->workspace = workspace;
   const octet_arguments& a = *arguments;
   const octet_tensor* const forward[] = {a.q, a.k, a.v, a.o, a.lse, a.o_residual};

@@ -70,15 +70,17 @@ ffi::Error place(octet_device device, int32_t device_index, ffi::RemainingArgs o
 template <class Allocate>
 ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate&& allocate,
                ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention_bytes, Bytes arguments_bytes,
-               Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::string_view backend_name) {
+               Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::string_view backend_name,
+               std::string_view tile_name) {
   const bool rounds = attention_bytes.size() == sizeof(octet_attention) + sizeof(octet_rounding);
   if ((!rounds && attention_bytes.size() != sizeof(octet_attention)) ||
       arguments_bytes.size() != sizeof(octet_arguments))
     return other_version();
 
-  const std::string backend(backend_name);
+  const std::string backend(backend_name), tile(tile_name);
   auto attention = read<octet_attention>(attention_bytes);
   attention.backend = backend.empty() ? nullptr : backend.c_str();
+  attention.tile = tile.empty() ? nullptr : tile.c_str();
   octet_rounding rounding;
   if (rounds) std::memcpy(&rounding, attention_bytes.begin() + sizeof(octet_attention), sizeof rounding);
   attention.rounding = rounds ? &rounding : nullptr;
@@ -130,20 +132,20 @@ ffi::Error append_cuda(void* stream, int32_t device, ffi::RemainingArgs operands
 
 // XLA has no scratch memory on the CPU.
 ffi::Error run_cpu(ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention, Bytes arguments,
-                   Bytes tensors, ffi::Span<const int64_t> offsets, std::string_view backend) {
+                   Bytes tensors, ffi::Span<const int64_t> offsets, std::string_view backend, std::string_view tile) {
   std::unique_ptr<void, decltype(&std::free)> memory(nullptr, std::free);
   const auto allocate = [&](std::size_t bytes) {
     memory.reset(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
     return memory.get();
   };
-  return run(OCTET_CPU, 0, nullptr, allocate, operands, results, attention, arguments, tensors, offsets, backend);
+  return run(OCTET_CPU, 0, nullptr, allocate, operands, results, attention, arguments, tensors, offsets, backend, tile);
 }
 
 // The last result is the workspace, in bytes: a buffer of the program, which stays its own when XLA records the call in
 // a CUDA graph; XLA's scratch memory is given back when the handler returns.
 ffi::Error run_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     Bytes attention, Bytes arguments, Bytes tensors, ffi::Span<const int64_t> offsets,
-                    std::string_view backend) {
+                    std::string_view backend, std::string_view tile) {
   auto memory = results.get<ffi::AnyBuffer>(results.size() - 1);
   if (memory.has_error()) return memory.error();
   const auto allocate = [&](std::size_t bytes) {
@@ -151,7 +153,7 @@ ffi::Error run_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, f
     std::size_t space = (*memory)->size_bytes();
     return std::align(kAlignment, bytes, at, space);
   };
-  return run(OCTET_CUDA, device, stream, allocate, operands, results, attention, arguments, tensors, offsets, backend);
+  return run(OCTET_CUDA, device, stream, allocate, operands, results, attention, arguments, tensors, offsets, backend, tile);
 }
 
 }  // namespace
@@ -167,7 +169,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_cpu, run_cpu,
                                   .Attr<Bytes>("arguments")
                                   .Attr<Bytes>("tensors")
                                   .Attr<ffi::Span<const int64_t>>("offsets")
-                                  .Attr<std::string_view>("backend"));
+                                  .Attr<std::string_view>("backend")
+                                  .Attr<std::string_view>("tile"));
 
 // octet neither waits nor allocates, so that XLA may record the call in a CUDA graph.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_cuda, run_cuda,
@@ -180,7 +183,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_cuda, run_cuda,
                                   .Attr<Bytes>("arguments")
                                   .Attr<Bytes>("tensors")
                                   .Attr<ffi::Span<const int64_t>>("offsets")
-                                  .Attr<std::string_view>("backend"),
+                                  .Attr<std::string_view>("backend")
+                                  .Attr<std::string_view>("tile"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_append_cpu, append_cpu,

@@ -52,7 +52,7 @@ RULES["src/cpu/attention"] = ["octet/", "core/", "cpu/attention/"]
 CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own headers
 RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
 RULES["src/cuda/fragment"] = [*CUDA, "core/dropout.h", "cuda/ptx/", "cuda/fragment/"]
-RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
+RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/", "nlohmann/"]
 RULES["src/cuda/scheduler"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
 OPERANDS = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/operands/"]
 RULES["src/cuda/operands"] = RULES["src/cuda/operands/quantize"] = OPERANDS

@@ -278,12 +278,11 @@ bool can_reverse_keys(const Case& c, const Inputs& in) {
   return !c.causal && !c.window && c.cu_seqlens_k.empty() && c.alibi == Alibi::none && in.mask.data.empty();
 }
 
-class GpuPasses : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
+enum class TilesToRun { default_one, others };
 
-TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
-  const auto [index, which] = GetParam();
+// Runs a case with the kernel of a tile, or with each of those that are not the default.
+void expect_errors_of_plain_rounding(size_t index, const Kind& kind, TilesToRun tiles_to_run) {
   Case c = gpu_cases()[index];
-  const Kind& kind = kKinds[which];
   const auto [pass, precision, bias_correction, deterministic, offset, training] = kind;
   c.trains_int8 = training || pass == Pass::backward;
   const uint64_t seed = index + 1;
@@ -298,7 +297,13 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, gpu_backend());
   if (kind.sixteen_bits()) plain.bias_correction = gpu.bias_correction = bias_correction;
   gpu.deterministic = deterministic;
-  if (!supported(c, in, kind)) {
+  const bool runs = supported(c, in, kind);
+  std::vector<std::string> others;
+  if (tiles_to_run == TilesToRun::others) {
+    GpuPlace place;
+    if (runs) others = tiles_of(c, in, gpu, pass, &place);
+    if (others.size() < 2) return;
+  } else if (!runs) {
     const Outputs nothing = exact(c, in, Pass::forward);
     GpuPlace place;
     EXPECT_THROW(run(c, in, gpu, pass, &nothing, &place), Error);
@@ -315,62 +320,94 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   Outputs saved;
   if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);
   const Outputs expected = run(c, in, plain, pass, &saved);
-  GpuPlace place;
-  const Outputs got = run(c, in, gpu, pass, &saved, &place);
-  if (pass == Pass::backward) {
-    expect_as_good({"dq", &got.dq, &expected.dq, &want.dq, rms.dq, most.dq});
-    expect_as_good({"dk", &got.dk, &expected.dk, &want.dk, rms.dk, most.dk});
-    expect_as_good({"dv", &got.dv, &expected.dv, &want.dv, rms.dv, most.dv});
-    if (got.dsinks.present())
-      expect_as_good({"dsinks", &got.dsinks, &expected.dsinks, &want.dsinks, rms.dsinks, most.dsinks});
-    if (got.dmask.present()) expect_as_good({"dmask", &got.dmask, &expected.dmask, &want.dmask, rms.dmask, most.dmask});
+  const auto expect_errors_of = [&](const Outputs& got) {
+    if (pass == Pass::backward) {
+      expect_as_good({"dq", &got.dq, &expected.dq, &want.dq, rms.dq, most.dq});
+      expect_as_good({"dk", &got.dk, &expected.dk, &want.dk, rms.dk, most.dk});
+      expect_as_good({"dv", &got.dv, &expected.dv, &want.dv, rms.dv, most.dv});
+      if (got.dsinks.present())
+        expect_as_good({"dsinks", &got.dsinks, &expected.dsinks, &want.dsinks, rms.dsinks, most.dsinks});
+      if (got.dmask.present())
+        expect_as_good({"dmask", &got.dmask, &expected.dmask, &want.dmask, rms.dmask, most.dmask});
+      return;
+    }
+    // Kernels may round P to bf16 against either maximum, which shows in an o that is not rounded.
+    const bool either_maximum =
+        precision == Precision::bf16 && bias_correction == BiasCorrection::none && pass == Pass::forward;
+    const auto worse_of_both = [&](const Values& expected_o) {
+      const Values shifted = o_of_shifted_p(c, in);
+      return difference(shifted, want.o).largest > difference(expected_o, want.o).largest ? shifted : expected_o;
+    };
+    if (either_maximum) {
+      Case unrounded = c;
+      unrounded.out_dtype = DType::f32;
+      const Values plain_o = worse_of_both(run(unrounded, in, plain, pass).o);
+      const Format& format = c.out_dtype == DType::f32 ? kF32 : c.out_dtype == DType::f16 ? kF16 : kBf16;
+      const Values got_o = before_rounding(got.o, want.o, format);
+      expect_as_good({"o", &got_o, &plain_o, &want.o, rms.o, most.o});
+    } else {
+      expect_as_good({"o", &got.o, &expected.o, &want.o, rms.o, most.o});
+    }
+    Values plain_lse = expected.lse;
+    const bool p_is_e4m3 = precision == Precision::int8_fp8 || precision == Precision::fp8;
+    if (tests_sm80() && p_is_e4m3 && can_reverse_keys(c, in)) {
+      const Values reversed = with_reversed_keys(c, in, plain).lse;
+      if (difference(reversed, want.lse).largest > difference(plain_lse, want.lse).largest) plain_lse = reversed;
+    }
+    expect_as_good({"lse", &got.lse, &plain_lse, &want.lse, rms.lse, most.lse});
+    if (pass == Pass::jvp) {
+      expect_as_good({"to", &got.to, &expected.to, &want.to, rms.to, most.to});
+      if (got.tlse.present()) expect_as_good({"tlse", &got.tlse, &expected.tlse, &want.tlse, rms.tlse, most.tlse});
+    }
+    if (!got.o_residual.present()) return;
+    const Values got_o = combined(1, got.o, 1, got.o_residual);
+    Values expected_o = combined(1, expected.o, 1, expected.o_residual);
+    if (either_maximum) expected_o = worse_of_both(expected_o);
+    expect_as_good({"o + o_residual", &got_o, &expected_o, &want.o, rms.o, most.o});
+  };
+  if (tiles_to_run == TilesToRun::default_one) {
+    GpuPlace place;
+    expect_errors_of(run(c, in, gpu, pass, &saved, &place));
     return;
   }
-  // Kernels may round P to bf16 against either maximum, which shows in an o that is not rounded.
-  const bool either_maximum =
-      precision == Precision::bf16 && bias_correction == BiasCorrection::none && pass == Pass::forward;
-  const auto worse_of_both = [&](const Values& expected_o) {
-    const Values shifted = o_of_shifted_p(c, in);
-    return difference(shifted, want.o).largest > difference(expected_o, want.o).largest ? shifted : expected_o;
-  };
-  if (either_maximum) {
-    Case unrounded = c;
-    unrounded.out_dtype = DType::f32;
-    const Values plain_o = worse_of_both(run(unrounded, in, plain, pass).o);
-    const Format& format = c.out_dtype == DType::f32 ? kF32 : c.out_dtype == DType::f16 ? kF16 : kBf16;
-    const Values got_o = before_rounding(got.o, want.o, format);
-    expect_as_good({"o", &got_o, &plain_o, &want.o, rms.o, most.o});
-  } else {
-    expect_as_good({"o", &got.o, &expected.o, &want.o, rms.o, most.o});
+  for (auto tile = others.begin() + 1; tile != others.end(); ++tile) {
+    SCOPED_TRACE("tile " + *tile);
+    Attention with_tile = gpu;
+    with_tile.tile = tile->c_str();
+    GpuPlace place;
+    expect_errors_of(run(c, in, with_tile, pass, &saved, &place));
   }
-  Values plain_lse = expected.lse;
-  const bool p_is_e4m3 = precision == Precision::int8_fp8 || precision == Precision::fp8;
-  if (tests_sm80() && p_is_e4m3 && can_reverse_keys(c, in)) {
-    const Values reversed = with_reversed_keys(c, in, plain).lse;
-    if (difference(reversed, want.lse).largest > difference(plain_lse, want.lse).largest) plain_lse = reversed;
-  }
-  expect_as_good({"lse", &got.lse, &plain_lse, &want.lse, rms.lse, most.lse});
-  if (pass == Pass::jvp) {
-    expect_as_good({"to", &got.to, &expected.to, &want.to, rms.to, most.to});
-    if (got.tlse.present()) expect_as_good({"tlse", &got.tlse, &expected.tlse, &want.tlse, rms.tlse, most.tlse});
-  }
-  if (!got.o_residual.present()) return;
-  const Values got_o = combined(1, got.o, 1, got.o_residual);
-  Values expected_o = combined(1, expected.o, 1, expected.o_residual);
-  if (either_maximum) expected_o = worse_of_both(expected_o);
-  expect_as_good({"o + o_residual", &got_o, &expected_o, &want.o, rms.o, most.o});
+}
+
+class GpuPasses : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
+
+TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
+  const auto [index, which] = GetParam();
+  expect_errors_of_plain_rounding(index, kKinds[which], TilesToRun::default_one);
+}
+
+class GpuTiles : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
+
+TEST_P(GpuTiles, err_at_most_twice_as_much_as_plain_rounding) {
+  const auto [index, which] = GetParam();
+  expect_errors_of_plain_rounding(index, kKinds[which], TilesToRun::others);
+}
+
+std::string name_of_parameter(const testing::TestParamInfo<std::tuple<size_t, size_t>>& info) {
+  const Kind& kind = kKinds[std::get<1>(info.param)];
+  return std::string(gpu_cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' + name(kind.precision) +
+         suffix_of(kind.bias_correction) + (kind.deterministic ? "_deterministic" : "") +
+         (kind.offset ? "_offset" : "") + (kind.training ? "_training" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                          testing::Combine(testing::Range<size_t>(0, gpu_cases().size()),
                                           testing::Range<size_t>(0, std::size(kKinds))),
-                         [](const auto& info) {
-                           const Kind& kind = kKinds[std::get<1>(info.param)];
-                           return std::string(gpu_cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' +
-                                  name(kind.precision) + suffix_of(kind.bias_correction) +
-                                  (kind.deterministic ? "_deterministic" : "") + (kind.offset ? "_offset" : "") +
-                                  (kind.training ? "_training" : "");
-                         });
+                         name_of_parameter);
+INSTANTIATE_TEST_SUITE_P(Cases, GpuTiles,
+                         testing::Combine(testing::Range<size_t>(0, gpu_cases().size()),
+                                          testing::Range<size_t>(0, std::size(kKinds))),
+                         name_of_parameter);
 
 // An o of e4m3 and its residual are o to 2^-11 in bytes, whose unit this is, to 2^-8 in e4m3, and to half of the
 // smallest number where o is below the smallest normal one.

@@ -50,7 +50,7 @@ FUNCTIONS = pytest.mark.parametrize("function", ARRAYS, ids=lambda f: f.__name__
 OPTIONS = {
     "precision": "int9", "causal": "left", "scale": "wide", "window": "all", "alignment": "middle", "layout": "hsd",
     "bias_correction": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": -5.0,
-    "dropout_p": "often", "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5",
+    "dropout_p": "often", "deterministic": "yes", "threads": -1, "backend": 3, "tile": "64 x 64", "out_dtype": "float5",
     "enable_gqa": "yes", "rounding": "flash",
 }  # fmt: skip
 MORE = {

@@ -1,5 +1,7 @@
 """Attention of numpy arrays against the definition: shapes, strides, layouts, masks, every pass."""
 
+import re
+
 import exact
 import ml_dtypes
 import numpy as np
@@ -208,3 +210,28 @@ def test_beta_threads_and_backend_reach_the_library():
         octet.attention(q, q, q, precision="bf16", bias_correction="beta", beta=9)
     assert ", 1 threads" in octet.explain(q, q, q, threads=1)
     assert "unfused float64" in octet.explain(q, q, q, backend="reference")
+
+
+def test_tiles_reach_the_pass_that_they_are_of():
+    """Kernels of CPUs have none, which each pass says of the tile that it is given."""
+    q = np.zeros((1, 2, 16, 8), np.float32)
+    reason = 'cpu, reference: it has no tile "64x32", as its kernels have none to choose from'
+    found = octet.tiles(q, q, q, precision="bf16", causal=True)
+    assert found["tiles"] == [] and found["default"] is None and found["card"] is None
+    assert re.fullmatch("[0-9a-f]{16}", found["cell"]) and "forward bf16, head dims 8 and 8" in found["call"]
+    assert found["cell"] != octet.tiles(q, q, q, precision="bf16", causal=True, kind="backward")["cell"]
+
+    for tile in ("64x32", {"forward": "64x32"}):
+        assert reason in octet.supports(q, q, q, tile=tile).reason
+        with pytest.raises(octet.Unsupported, match=re.escape(reason)):
+            octet.attention(q, q, q, tile=tile)
+    octet.attention(q, q, q, tile={"backward": "64x32"})
+    octet.attention_vjp(q, q, q, q, tile={"jvp": "64x32"})
+    for kind, tile in (("backward", "64x32"), ("backward", {"backward": "64x32"}), ("jvp", "64x32")):
+        assert reason in octet.supports(q, q, q, kind=kind, tile=tile).reason
+    with pytest.raises(octet.Unsupported, match=re.escape(reason)):
+        octet.attention_vjp(q, q, q, q, tile="64x32")
+    with pytest.raises(octet.Unsupported, match=re.escape(reason)):
+        octet.attention_jvp(q, q, q, q, q, q, tile="64x32")
+    with pytest.raises(octet.InvalidArgument, match="tile: found {'sideways': '64x32'}, allowed: a name of octet.tiles"):
+        octet.attention(q, q, q, tile={"sideways": "64x32"})

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <nlohmann/json.hpp>
 
 namespace octet::test {
 
@@ -383,6 +384,18 @@ std::string explained(const Case& c, const Inputs& in, const Attention& attentio
   std::string text;
   with_arguments(pass, x, place, [&](const auto& arguments) { text = explain(attention, arguments); });
   return text;
+}
+
+std::vector<std::string> tiles_of(const Case& c, const Inputs& in, const Attention& attention, Pass pass,
+                                  Place* place) {
+  const Outputs zeros{.o = Values(c.o_shape()), .lse = Values(c.lse_shape()), .o_residual = Values(c.o_shape())};
+  const Buffers x = lay_out(c, in, attention.precision, pass, &zeros);
+  std::vector<std::string> names;
+  with_arguments(pass, x, place, [&](const auto& arguments) {
+    const auto answer = nlohmann::json::parse(tiles(attention, arguments));
+    for (const auto& tile : answer.at("tiles")) names.push_back(tile.at("tile"));
+  });
+  return names;
 }
 
 std::string why_rejected(const Case& c, const Inputs& in, const Attention& attention, Pass pass, Place* place) {

@@ -133,6 +133,9 @@ Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* s
 // Returns why a backend does not solve a case, or nothing if it does. Nothing runs.
 std::string why_rejected(const Case&, const Inputs&, const Attention&, Pass, Place* place = nullptr);
 
+// Returns the tiles of a backend's kernels that can run a case, its default first.
+std::vector<std::string> tiles_of(const Case&, const Inputs&, const Attention&, Pass, Place* place = nullptr);
+
 // Returns what octet_explain says of a case.
 std::string explained(const Case&, const Inputs&, const Attention&, Pass, Place* place = nullptr);
 

@@ -158,9 +158,10 @@ def run(
 
 
 def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, shapes: Any) -> Sequence[jax.Array]:
-    # Addresses of this process stay out of the program, which may be kept or exported: the backend travels by its name,
+    # Addresses of this process stay out of the program, which may be kept or exported: backend and tile travel by name,
     # a rounding behind octet_attention.
-    plan.attention.backend = plan.attention.rounding = None
+    tile = (plan.attention.tile or b"").decode()
+    plan.attention.backend = plan.attention.tile = plan.attention.rounding = None
     rounding = bytes(struct_of(options.rounding)) if options.rounding else b""
     for name in names:
         setattr(plan.arguments, name, None)
@@ -171,6 +172,7 @@ def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, sha
         tensors=np.frombuffer(b"".join(map(bytes, plan.tensors)), np.uint8),
         offsets=np.array([getattr(_abi.Arguments, name).offset for name in names], np.int64),
         backend=options.backend,
+        tile=tile,
     )
 
 

@@ -39,14 +39,17 @@ inline PackedTiles packed_tiles(const Problem& p, int rows) {
   return tiles;
 }
 
-// Returns whether sm80 splits the keys of a forward pass: it has up to 64 queries for a sequence, and one tile holds
-// those of a whole group of heads, or tiles of a single head, of which there are `tiles_of_heads`, would leave
-// multiprocessors without work.
+// Returns whether sm80 can split the keys of a forward pass: it has up to 64 queries for a sequence.
+inline bool can_split_keys(const Problem& p) {
+  constexpr int64_t kMostQueries = 64;
+  return most_queries(p) <= kMostQueries && p.o.elements() && forward_numerics(p).splits_keys();
+}
+
+// Returns whether it does: one tile holds the queries of a whole group of heads, or tiles of a single head, of which
+// there are `tiles_of_heads`, would leave multiprocessors without work.
 inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t tiles_of_heads,
                             int64_t multiprocessors) {
-  constexpr int64_t kMostQueries = 64;
-  if (most_queries(p) > kMostQueries || !p.o.elements() || !forward_numerics(p).splits_keys()) return false;
-  return most_queries(p) <= tiles.queries || tiles_of_heads < multiprocessors;
+  return can_split_keys(p) && (most_queries(p) <= tiles.queries || tiles_of_heads < multiprocessors);
 }
 
 // Returns whether sm90 leaves a forward pass of 16 bits to sm80, which splits its keys.

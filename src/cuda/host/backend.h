@@ -8,6 +8,7 @@
 
 #include "core/backend.h"
 #include "cuda/host/status.h"
+#include "cuda/host/tiles.h"
 #include "cuda/host/workspace.h"
 
 namespace octet::cuda {
@@ -23,14 +24,20 @@ std::optional<std::string> no_gpu_reason(bool (*fits)(int device), const char* w
 // Returns the reason why a problem is too large for blocks of 64 queries that 32 bits count, or nothing if it is not.
 std::optional<std::string> size_unsupported_reason(const Problem& p);
 
-// Returns the plan of a pass whose operands `allocator` has laid out: name() names its kernel, and run(stream) launches
-// it, with the device of the problem as the current one.
-template <class Name, class Run>
-Plan plan_of(const Problem& p, const WorkspaceAllocator& allocator, Name name, Run run) {
-  return {allocator.used(), std::move(name), [&p, run = std::move(run)](void* stream) mutable {
+// Returns the plan of a pass whose operands `allocator` has laid out: name() names its kernel, run(stream) launches it,
+// with the device of the problem as the current one, and tiles() names the tiles of the kernels that could run.
+template <class Name, class Run, class Tiles>
+Plan plan_of(const Problem& p, const WorkspaceAllocator& allocator, const char* backend, Name name, Run run,
+             Tiles tiles) {
+  auto kernel = [&p, backend, name = std::move(name), tiles] {
+    return name() + why_this_tile(p.tile, backend, tiles());
+  };
+  return {allocator.used(), std::move(kernel),
+          [&p, run = std::move(run)](void* stream) mutable {
             const DeviceScope device(p.device_index);
             run(static_cast<cudaStream_t>(stream));
-          }};
+          },
+          std::move(tiles)};
 }
 
 }  // namespace octet::cuda

@@ -25,7 +25,8 @@ Answer plan_of_rewritten(std::shared_ptr<const Rewritten> rewritten, void* works
                 rewritten->preprocess(static_cast<cudaStream_t>(stream));
                 run(stream);
                 rewritten->deliver(static_cast<cudaStream_t>(stream));
-              }};
+              },
+              std::move(answer.plan->tiles)};
 }
 
 }  // namespace octet::cuda

@@ -161,7 +161,7 @@ Answer plan(const Problem& p, void* workspace) {
 namespace octet {
 
 extern const Backend kSm80;
-const Backend kSm80 = {"sm80",           "mma.sync, on every NVIDIA GPU since Ampere",
+const Backend kSm80 = {cuda::sm80::kName,           "mma.sync, on every NVIDIA GPU since Ampere",
                        OCTET_CUDA,       cuda::sm80::unavailable,
                        cuda::sm80::plan, nullptr};
 

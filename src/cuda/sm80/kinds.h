@@ -12,9 +12,10 @@ enum class Logits : int {
 
 // The meaning of the rows of a tile.
 enum class TileRows : int {
-  queries,  // the queries of one head
-  pairs,    // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split
-  pages     // the same where k and v lie in the pages of a KV cache
+  queries,       // the queries of one head
+  half_queries,  // the same, half as many: for short sequences, and where two thread blocks would not fit 99 KB
+  pairs,  // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split
+  pages   // the same where k and v lie in the pages of a KV cache
 };
 
 }  // namespace octet::cuda::sm80

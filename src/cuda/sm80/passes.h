@@ -5,6 +5,8 @@
 
 namespace octet::cuda::sm80 {
 
+constexpr const char* kName = "sm80";
+
 Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace);
 Plan backward(const Problem& p, void* workspace);
 Plan jvp(const Problem& p, void* workspace);

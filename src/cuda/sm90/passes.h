@@ -9,6 +9,8 @@
 
 namespace octet::cuda::sm90 {
 
+constexpr const char* kName = "sm90";
+
 Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace);
 Plan backward(const Problem& p, void* workspace);
 Plan jvp(const Problem& p, void* workspace);

@@ -1,5 +1,8 @@
 // The kernel of a backward pass, chosen from its recipe.
 #pragma once
+#include <string>
+#include <vector>
+
 #include "cuda/bwd/choose.h"
 #include "cuda/sm80/bwd/dmask_kernels.h"
 #include "cuda/sm80/bwd/kernels.h"
@@ -14,5 +17,8 @@ struct BackwardKernels : BackwardChoice {
   DmaskKernel dmask;      // where the gradient of the mask tensor is wanted
 };
 BackwardKernels choose_kernels(const Problem& p);
+
+// Names the tiles of the kernels that it chooses from, the default first.
+std::vector<std::string> backward_tiles(const Problem& p);
 
 }  // namespace octet::cuda::sm80

@@ -8,6 +8,7 @@
 #include "cuda/sm80/bwd/f32_kernel.h"
 #include "cuda/sm80/bwd/f32_rows.h"
 #include "cuda/sm80/bwd/lse.h"
+#include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
 namespace {
@@ -88,7 +89,7 @@ Plan backward_f32(const Problem& p, void* workspace) {
       clear_dmask(dmask, stream);
     if (p.dsinks.elements()) sum_f32_dsinks(strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks), stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run), [] { return std::vector<std::string>{"f32"}; });
 }
 
 }  // namespace octet::cuda::sm80

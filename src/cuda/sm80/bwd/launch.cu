@@ -148,7 +148,7 @@ Plan backward(const Problem& p, void* workspace) {
     if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);
     dk.deliver(stream), dv.deliver(stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run), [&p] { return backward_tiles(p); });
 }
 
 }  // namespace octet::cuda::sm80

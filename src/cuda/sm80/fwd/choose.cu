@@ -5,6 +5,7 @@
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/host/tiles.h"
 #include "cuda/sm80/fwd/choose.h"
 #include "cuda/sm80/fwd/operands_codes.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
@@ -24,6 +25,9 @@ template <class Precision, Logits logits, TileRows rows>
 constexpr KernelOf kernel_of() {
   if constexpr (logits == Logits::masked && (rows != TileRows::queries || !ForwardOperands<Precision>::kStagesMasks))
     return nullptr;
+  else if constexpr (rows == TileRows::half_queries &&
+                     (logits != Logits::plain || !ForwardOperands<Precision>::kHasHalfQueries))
+    return nullptr;
   else if constexpr (rows == TileRows::pairs && !ForwardOperands<Precision>::kHasPairs)
     return nullptr;
   else if constexpr (rows == TileRows::pages && !ForwardOperands<Precision>::kHasPages)
@@ -42,12 +46,12 @@ constexpr Kernels kKernels = {kernel_of<Precision, Logits::plain, rows>(), kerne
 // The kernels of a recipe.
 struct Row {
   ForwardFormats formats;
-  Kernels queries, pairs, pages;
+  Kernels queries, half_queries, pairs, pages;
 };
 template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
-  return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>,
-          kKernels<Precision, TileRows::pages>};
+  return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::half_queries>,
+          kKernels<Precision, TileRows::pairs>, kKernels<Precision, TileRows::pages>};
 }
 constexpr Row kRows[] = {row<PrecisionF32>(kF32),
                          row<PrecisionF16>(kF16),
@@ -71,14 +75,31 @@ const Row* row_of(const ForwardFormats& formats) {
   return row == std::end(kRows) ? nullptr : row;
 }
 
-ForwardKernel kernel_for_queries(const Problem& p, const Row& row, Logits logits, int64_t most_dim) {
-  const Kernels& kernels = row.queries;
-  if (logits == Logits::masked && kernels.masked) {
-    ForwardKernel kernel = kernels.masked(most_dim);
-    kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, mask_tensor(p).bytes);
-    if (most_dim <= kernel.dim && kernel.shared_bytes <= card(p.device_index).shared_bytes) return kernel;
+struct Candidate {
+  ForwardKernel kernel;
+  bool few;  // it is one for few queries
+};
+
+// The kernels for queries, the default first.
+Candidates<Candidate> kernels_for_queries(const Problem& p, const Row& row, Logits logits, int64_t most_dim) {
+  Candidates<Candidate> all;
+  const auto add = [&](const ForwardKernel& kernel, const char* also = "") {
+    all.add({kernel.rows, kernel.keys, also}, {kernel, false});
+  };
+  if (logits == Logits::plain) {
+    add(row.queries.plain(most_dim));
+    if (row.half_queries.plain && most_dim <= 128) add(row.half_queries.plain(most_dim));
+    return all;
   }
-  return (logits == Logits::plain ? kernels.plain : kernels.general)(most_dim);
+  bool masked = false;
+  if (logits == Logits::masked && row.queries.masked) {
+    ForwardKernel kernel = row.queries.masked(most_dim);
+    kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, mask_tensor(p).bytes);
+    masked = most_dim <= kernel.dim && kernel.shared_bytes <= card(p.device_index).shared_bytes;
+    if (masked) add(kernel);
+  }
+  add(row.queries.general(most_dim), masked ? "-general" : "");
+  return all;
 }
 
 // Returns whether kernels read the codes of a tensor where they lie.
@@ -101,6 +122,43 @@ bool has_pages_of_codes(const Problem& p) {
          std::max(p.dim, p.dim_v) <= kOfCodes.plain(std::numeric_limits<int64_t>::max()).dim;
 }
 
+// Returns whether q and k came as codes that stay as they are.
+bool has_codes(const ForwardNumerics& numerics) {
+  return numerics.formats.qk == OCTET_I8 && numerics.came.q && numerics.came.k;
+}
+
+bool smooths_q(const Problem& p, const ForwardNumerics& numerics) { return p.smooth_q && !has_codes(numerics); }
+
+Logits kernel_logits(const Problem& p, const ForwardNumerics& numerics) {
+  const bool int8_v = numerics.formats == kInt8 || numerics.formats == kSagebwd;
+  const bool zero_points = (has_codes(numerics) && (has_zero_points(p.q) || has_zero_points(p.k))) ||
+                           (int8_v && numerics.came.v && has_zero_points(p.v));
+  return numerics.beta != 0.f || zero_points || smooths_q(p, numerics) ? Logits::general : logits_of(p);
+}
+
+// The kernels that can run a problem, the default first. k and v in pages have those of few queries alone.
+Candidates<Candidate> candidates_of(const Problem& p, const ForwardNumerics& numerics) {
+  const Row& row = *row_of(numerics.formats);
+  const int64_t most_dim = std::max(p.dim, p.dim_v);
+  const Logits logits = kernel_logits(p, numerics);
+  const Candidates<Candidate> queries = kernels_for_queries(p, row, logits, most_dim);
+  if (!can_split_keys(p) || p.dropout || smooths_q(p, numerics)) return queries;
+  const bool codes_in_pages = row.pages.plain && has_pages_of_codes(p), pages = p.k.pages.size && row.pages.plain;
+  const Kernels& of_few = codes_in_pages ? kOfCodes : pages ? row.pages : row.pairs;
+  const ForwardKernel few = (logits != Logits::plain ? of_few.general : of_few.plain)(most_dim);
+  // Codes have to be decoded where this kernel does not read them: it has them however many tiles there are.
+  const int64_t tiles_of_heads = codes_in_pages ? 0 : query_tiles(p, queries.first().kernel.rows);
+  const bool is_default =
+      has_few_queries(p, packed_tiles(p, few.rows), tiles_of_heads, card(p.device_index).multiprocessors);
+  if (pages && !is_default) return queries;
+  Candidates<Candidate> all;
+  const auto add_few = [&] { all.add({few.rows, few.keys, "-split"}, {few, true}); };
+  if (is_default) add_few();
+  if (!pages) all.add(queries);
+  if (!is_default) add_few();
+  return all;
+}
+
 }  // namespace
 
 bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
@@ -119,52 +177,44 @@ bool reads_pages(const Problem& p, const ForwardNumerics& numerics) {
 }
 
 ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) {
-  const Row& row = *row_of(numerics.formats);
-  const int64_t most_dim = std::max(p.dim, p.dim_v);
   const bool int8_qk = numerics.formats.qk == OCTET_I8;
   const Prequantized& came = numerics.came;
   const bool by_blocks = numerics.formats == kSagebwd, int8_v = numerics.formats == kInt8 || by_blocks;
-  const bool codes = int8_qk && came.q && came.k, v_codes = int8_v && came.v;
-  const bool zero_points =
-      (codes && (has_zero_points(p.q) || has_zero_points(p.k))) || (v_codes && has_zero_points(p.v));
-  const bool smooths_q = p.smooth_q && !codes;
-  const Logits logits = numerics.beta != 0.f || zero_points || smooths_q ? Logits::general : logits_of(p);
-  const ForwardKernel kernel = kernel_for_queries(p, row, logits, most_dim);
+  const auto [kernel, few] = candidates_of(p, numerics).pick(p.tile, kName);
   ForwardChoice choice{.kernel = kernel,
                        .numerics = numerics,
-                       .general = logits != Logits::plain,
+                       .general = kernel_logits(p, numerics) != Logits::plain,
                        .f32 = numerics.formats == kF32,
                        .int8_qk = int8_qk,
                        .int8_v = int8_v,
                        .blocks = by_blocks,
-                       .k_groups = numerics.formats == kInt8Fp8 && !codes,
-                       .codes = codes,
-                       .v_codes = v_codes,
+                       .k_groups = numerics.formats == kInt8Fp8 && !has_codes(numerics),
+                       .codes = has_codes(numerics),
+                       .v_codes = int8_v && came.v,
                        .training = numerics.formats == kInt8Training,
                        .e4m3_qk = numerics.formats == kFp8 || numerics.formats == kFp8Raw,
                        .e4m3_v = numerics.formats.v == OCTET_E4M3,
                        .e4m3_scales = numerics.formats.v_scale == Group::channel,
                        .scales_v = numerics.scales_v(p.v.dtype),
+                       .few = few,
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
-  if (!numerics.splits_keys() || p.dropout || smooths_q) return choice;
-  const bool codes_in_pages = row.pages.plain && has_pages_of_codes(p);
-  const Kernels& of_few = codes_in_pages ? kOfCodes : p.k.pages.size && row.pages.plain ? row.pages : row.pairs;
-  const ForwardKernel few = (choice.general ? of_few.general : of_few.plain)(most_dim);
-  const PackedTiles tiles = packed_tiles(p, few.rows);
-  const Card& gpu = card(p.device_index);
-  // Codes have to be decoded where this kernel does not read them: it has them however many tiles there are.
-  const int64_t tiles_of_heads = codes_in_pages ? 0 : choice.tiles;
-  if (!has_few_queries(p, tiles, tiles_of_heads, gpu.multiprocessors)) return choice;
+  if (!few) return choice;
 
-  choice.kernel = few, choice.few = true, choice.pages_of_codes = codes_in_pages;
+  choice.pages_of_codes = row_of(numerics.formats)->pages.plain && has_pages_of_codes(p);
+  const PackedTiles tiles = packed_tiles(p, kernel.rows);
   choice.tile_heads = tiles.heads, choice.tile_queries = tiles.queries, choice.tiles = tiles.count;
   // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
   constexpr int kReservedBytes = 1024;
-  const int blocks = (gpu.shared_bytes + kReservedBytes) / (few.shared_bytes + kReservedBytes);
-  choice.splits = key_splits(tiles.count, (most_keys(p) + few.keys - 1) / few.keys,
-                             int64_t{gpu.multiprocessors} * std::clamp(blocks, 1, few.blocks));
+  const Card& gpu = card(p.device_index);
+  const int blocks = (gpu.shared_bytes + kReservedBytes) / (kernel.shared_bytes + kReservedBytes);
+  choice.splits = key_splits(tiles.count, (most_keys(p) + kernel.keys - 1) / kernel.keys,
+                             int64_t{gpu.multiprocessors} * std::clamp(blocks, 1, kernel.blocks));
   return choice;
+}
+
+std::vector<std::string> forward_tiles(const Problem& p, const ForwardNumerics& numerics) {
+  return candidates_of(p, numerics).names();
 }
 
 }  // namespace octet::cuda::sm80

@@ -1,5 +1,8 @@
 // The kernel of a forward pass, chosen from its recipe, and how its tiles are laid out.
 #pragma once
+#include <string>
+#include <vector>
+
 #include "cuda/fwd/choose.h"
 #include "cuda/sm80/fwd/kernels.h"
 
@@ -27,5 +30,8 @@ struct ForwardChoice {
   int64_t tiles;  // for packed sequences, whose lengths lie on the device, at least as many as there are
 };
 ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics);
+
+// Names the tiles of the kernels that it chooses from, the default first.
+std::vector<std::string> forward_tiles(const Problem& p, const ForwardNumerics& numerics);
 
 }  // namespace octet::cuda::sm80

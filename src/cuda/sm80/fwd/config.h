@@ -58,6 +58,16 @@ struct ForwardTile<Dims512, logits, TileRows::queries> {
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false, kLateV = true;
 };
 
+// Half as many queries take half the registers, and with fewer keys at 128 half the shared memory.
+template <Logits logits>
+struct ForwardTile<Dims64, logits, TileRows::half_queries> : ForwardTile<Dims64, logits, TileRows::queries> {
+  static constexpr int kRowBlocks = 1, kBlocks = 3;
+};
+template <Logits logits>
+struct ForwardTile<Dims128, logits, TileRows::half_queries> : ForwardTile<Dims128, logits, TileRows::queries> {
+  static constexpr int kRowBlocks = 1, kKeys = 32, kBlocks = 3;
+};
+
 // Few queries: reading k and v is what takes time. A multiprocessor of an H200 must have about 30 KB on the way to
 // shared memory; with three stages a thread block has 16 to 32 KB.
 template <Logits logits>

@@ -16,7 +16,8 @@ struct ForwardKernel {
   int dim, dim_v;  // channels of q and of v that it multiplies; where v has more, it runs once for each so many
 };
 
-// The kernel for the larger one of the head dims. With masked logits a tile of the mask follows its shared bytes.
+// The kernel for the larger one of the head dims, up to 128 with half the queries. With masked logits a tile of the
+// mask follows its shared bytes.
 template <class Precision, Logits logits, TileRows rows>
 ForwardKernel forward_kernel_of(int64_t most_dim);
 

@@ -126,7 +126,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     else
       o_residual.deliver(stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run), [&p, numerics] { return forward_tiles(p, numerics); });
 }
 
 }  // namespace octet::cuda::sm80

@@ -7,6 +7,7 @@
 //   kExponent          P is multiplied by 2^kExponent
 //   kHasFactors        each token has a factor
 //   kStagesMasks       there are kernels for masked logits
+//   kHasHalfQueries    there are kernels with half as many queries in a tile, for head dims up to 128
 //   kHasPairs          there are kernels for few queries
 //   kHasPages          also where k and v lie in pages
 //   kRecomputes        an inf or NaN of v that a mask hides may reach a row, which is then computed again
@@ -59,7 +60,7 @@ struct ForwardOperands {
   using KType = typename Precision_::QkType;
   static constexpr int kTiles = 1, kExponent = Precision::kPExponent;
   static constexpr bool kHasFactors = false, kStagesMasks = true, kHasPairs = !kCompensated<Precision>;
-  static constexpr bool kHasPages = kHasPairs;
+  static constexpr bool kHasPages = kHasPairs, kHasHalfQueries = kHasPairs;
   static constexpr bool kRecomputes = true, kHasDropout = true, kConvertsQ = false;
   template <int Rows, int Keys, int Stages>
   struct Factors {};
@@ -199,7 +200,7 @@ struct ForwardOperands<PrecisionF32> : ForwardOperands<PrecisionF16> {
   using Tile = F16HalvesTile<Dims>;
   using WidestDims = Dims256x128;
   static constexpr int kTiles = 2;
-  static constexpr bool kHasFactors = true, kStagesMasks = false, kHasPages = false;
+  static constexpr bool kHasFactors = true, kStagesMasks = false, kHasPages = false, kHasHalfQueries = false;
   template <int Rows, int Keys, int Stages>
   struct Factors {
     float q[Rows], k[Stages][Keys], v[Stages][Keys];

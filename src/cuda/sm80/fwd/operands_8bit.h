@@ -20,7 +20,7 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   template <class Dims, Logits logits, TileRows rows>
   using Tile = Int8QkTile<Dims, logits, rows>;
   using WidestDims = Dims256;
-  static constexpr bool kHasFactors = true, kHasPages = false;
+  static constexpr bool kHasFactors = true, kHasPages = false, kHasHalfQueries = false;
   // Each sequence of keys begins at a multiple of so many in memory.
   template <class Kernel>
   static constexpr int kLaidOutKeys = Kernel::kKeys;

@@ -61,7 +61,8 @@ struct E4m3PvOperands : Base {
   template <Logits logits>
   using Softmax = E4m3Softmax<Precision, typename Base::template Softmax<logits>>;
   static constexpr int kExponent = Precision::kPExponent;
-  static constexpr bool kStagesMasks = false, kHasPairs = false, kHasPages = false, kHasDropout = false;
+  static constexpr bool kStagesMasks = false, kHasPairs = false, kHasPages = false, kHasHalfQueries = false;
+  static constexpr bool kHasDropout = false;
 
   template <class Softmax>
   static __device__ float origin(const Softmax& softmax, int row) {

@@ -104,7 +104,8 @@ Plan backward(const Problem& p, void* workspace) {
     if (p.dsinks.elements()) sum_dsinks(of_sinks, strided(p.dsinks), stream);
     dk.deliver(stream), dv.deliver(stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run),
+                 [choice] { return one_tile(choice.kernel.rows, choice.kernel.keys); });
 }
 
 }  // namespace octet::cuda::sm90

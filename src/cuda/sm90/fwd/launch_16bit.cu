@@ -14,6 +14,7 @@
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/smem.h"
+#include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
 Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspace) {
@@ -83,7 +84,8 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     o.deliver(stream);
     if (p.o_residual.present()) o_residual.deliver(stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run),
+                 [choice] { return one_tile(choice.kernel.rows, choice.kernel.keys); });
 }
 
 }  // namespace octet::cuda::sm90

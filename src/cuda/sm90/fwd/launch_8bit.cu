@@ -12,6 +12,7 @@
 #include "cuda/operands/quantize/int8_logits.h"
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
+#include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
 
@@ -100,7 +101,8 @@ Plan forward_8bit(const Problem& p, const ForwardChoice& choice, void* workspace
     o.deliver(stream);
     if (p.o_residual.present()) o_residual.deliver(stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run),
+                 [choice] { return one_tile(choice.kernel.rows, choice.kernel.keys); });
 }
 
 }  // namespace octet::cuda::sm90

@@ -80,7 +80,8 @@ Plan jvp(const Problem& p, void* workspace) {
     launch(p, kernel, a.scheduler, &a, false, stream);
     o.deliver(stream), to.deliver(stream);
   };
-  return plan_of(p, allocator, name, std::move(run));
+  return plan_of(p, allocator, kName, name, std::move(run),
+                 [choice] { return one_tile(choice.kernel.rows, choice.kernel.keys); });
 }
 
 }  // namespace octet::cuda::sm90
