@@ -7,10 +7,9 @@
 //    end. Programs compiled with an older octet.h, 0.1.0 or later, pass smaller structs: the missing fields count as
 //    zero. Those of a newer one pass larger structs: they are rejected unless all bytes that this library does not know
 //    are zero. Sizes are multiples of the struct's alignment, at most 4096.
-//  - Tensors are views of the caller's memory. The library allocates nothing on a device, keeps no
-//    state between calls, never prints, never synchronises a stream.
-//  - Every function returns a status. On failure nothing has been written or launched, and
-//    octet_message() tells the value found and the values allowed.
+//  - Tensors are views of the caller's memory. The library allocates nothing on a device, never prints, and never
+//    synchronises a stream. A failed call has written and launched nothing; octet_message() tells what was found and
+//    what is allowed.
 //  - Nothing is ignored: an argument that a call cannot honour is rejected.
 #ifndef OCTET_OCTET_H
 #define OCTET_OCTET_H
@@ -44,8 +43,7 @@ typedef enum octet_status {
 // failing call of the same thread. Empty if none has failed.
 OCTET_API const char* octet_message(void);
 
-// "0.2.0"
-OCTET_API const char* octet_version(void);
+OCTET_API const char* octet_version(void);  // "0.2.0"
 
 // ---------------------------------------------------------------------------------------------
 // Tensors
@@ -108,8 +106,7 @@ typedef enum octet_precision {
 
 typedef enum octet_pass { OCTET_FORWARD = 0, OCTET_BACKWARD = 1, OCTET_JVP = 2 } octet_pass;
 
-// Which keys a query sees, by position. The diagonal is query i = key i (top-left) or
-// query i = key i + tokens_k - tokens_q (bottom-right).
+// Which keys a query sees. The diagonal of query i is key i (top-left) or key i + tokens_k - tokens_q (bottom-right).
 typedef enum octet_mask {
   OCTET_MASK_NONE = 0,
   OCTET_MASK_CAUSAL = 1,  // nothing right of the diagonal
@@ -135,7 +132,6 @@ typedef enum octet_switch { OCTET_AUTO = 0, OCTET_ON = 1, OCTET_OFF = 2 } octet_
 
 struct octet_rounding;  // octet_study.h
 
-// The options of a call, apart from its data.
 typedef struct octet_attention {
   uint32_t size;
   uint32_t precision;        // octet_precision
@@ -190,23 +186,21 @@ typedef struct octet_attention {
 // reads, which needs all three, of the same q, k and v; CPUs have one forward pass, and their backward pass reads none.
 //
 // Dropout: of P, normalised, each element is dropped with probability dropout_p, which is rounded to a multiple of
-// 2^-23, and those that are kept are divided by 1 - dropout_p: o = sum over kept keys of P v / (1 - dropout_p). lse,
-// sinks and their derivatives are those of the call without dropout, but for gradients and tangents that pass through
-// o. Which elements are dropped is a function of the sequence, the head, the query and the key of an element, and of
-// dropout_seed: a uint64 seed and a uint64 offset, read as four i32, low words first. Of [1 1 1 4] sequence n (a batch
-// element, or one of the packed) takes offset + n, so that a call uses up as many offsets as it has sequences; [b 1 1
-// 4], or [s 1 1 4] where sequences are packed, are seeds and offsets of their own. A backward pass and a jvp take the
-// seed of the forward pass. docs/numerics.md has the function.
+// 2^-23: o = sum over kept keys of P v / (1 - dropout_p). lse, sinks and their derivatives are those of the call
+// without dropout, but for gradients and tangents that pass through o. Which elements are dropped is a function of the
+// sequence, the head, the query and the key of an element, and of dropout_seed: a uint64 seed and a uint64 offset, read
+// as four i32, low words first. Of [1 1 1 4] sequence n (a batch element, or one of the packed) takes offset + n, so
+// that a call uses up as many offsets as it has sequences; [b 1 1 4], packed [s 1 1 4], are seeds and offsets of their
+// own. A backward pass and a jvp take the seed of the forward pass. docs/numerics.md has the function.
 //
 // dmask is the gradient of a mask that is added to the logits: its shape, f32 (at precision f64 also f64). Of element
 // (b, h, i, j) it is the derivative by that logit, ds = P (dP - delta + dlse), summed over the dimensions that the mask
-// broadcasts, in a fixed order on CPUs. All elements are written: 0 where the mask is -inf and where no query sees the
-// key.
+// broadcasts, in a fixed order. All elements are written: 0 where the mask is -inf and where no query sees the key.
 //
-// Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
-// first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
-// at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
-// the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
+// Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the first token of
+// each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start at 0, fall, or
+// do not end at the number of tokens, and lengths above max_seqlen. On a GPU, where reading them on the host would wait
+// for the stream, such offsets make the kernels read and write outside of the tensors.
 //
 // KV caches, of forward passes: seqused_k (i32, [1 1 1 s], contiguous) says how many keys each of s sequences has, a
 // batch element or one that cu_seqlens_q packs. It is read when the pass runs, on the device of the tensors. The
@@ -258,28 +252,22 @@ OCTET_API octet_status octet_workspace_size(const octet_attention* attention, co
                                             size_t* bytes);
 
 // Runs one pass. `workspace` is aligned to 64 bytes, its content is of no value before or after. `stream` is a
-// cudaStream_t for CUDA tensors and NULL for CPU tensors. CUDA memory and streams are those of the device's primary
-// context, which the CUDA runtime uses.
-// A row that sees no key gives o = 0, lse = -inf (with a sink: the sink) and zero gradients of q, k and v.
+// cudaStream_t for CUDA tensors and NULL for CPU tensors; both are of the device's primary context, as CUDA's runtime
+// has it. A row that sees no key gives o = 0, lse = -inf (with a sink: the sink) and zero gradients of q, k and v.
 OCTET_API octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments, void* workspace,
                                  size_t bytes, void* stream);
 
-// Which backend and kernel would run, and why each better one would not: a line each, as octet_info.
-// Writes at most `capacity` bytes with the terminating zero; *length receives the full length without it.
+// Which backend and kernel would run, and why each better one would not: a line each. This and the two that follow
+// write at most `capacity` bytes with the terminating zero; *length receives the full length without it.
 OCTET_API octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* text,
                                      size_t capacity, size_t* length);
 
-// The kernels that can run a call, by the names of their tiles, as JSON: {cell, call, card, default: {backend, tile},
-// tiles: [{backend, tile}, ...]}. The first of a backend is its own default, and `default` what runs where nothing was
-// tuned: `octet tune` finds out which is fastest on a card. Each sums in its own order, so that results differ in their
-// last bits. cell: an opaque name of all calls that share what was found, which `call` describes. card: the GPU of the
-// tensors, or null. Backends whose kernels have no tiles to choose from have none here; `default` is null if all are
-// such.
+// The kernels that can run a call, by the names of their tiles (docs/tuning.md), as JSON: {cell, call, card, default:
+// {backend, tile}, tiles: [{backend, tile}, ...]}; default null and no tiles where there are none to choose from.
 OCTET_API octet_status octet_tiles(const octet_attention* attention, const octet_arguments* arguments, char* text,
                                    size_t capacity, size_t* length);
 
-// The machine and the build as JSON: {version, compiler, cuda, cpu: {...}, gpus: [...], tuning: {...}, backends:
-// [...]}.
+// The machine and the build as JSON: {version, compiler, cuda, cpu: {}, gpus: [], tuning: {}, backends: []}.
 OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
 
 // ---------------------------------------------------------------------------------------------

@@ -233,5 +233,5 @@ def test_tiles_reach_the_pass_that_they_are_of():
         octet.attention_vjp(q, q, q, q, tile="64x32")
     with pytest.raises(octet.Unsupported, match=re.escape(reason)):
         octet.attention_jvp(q, q, q, q, q, q, tile="64x32")
-    with pytest.raises(octet.InvalidArgument, match="tile: found {'sideways': '64x32'}, allowed: a name of octet.tiles"):
+    with pytest.raises(octet.InvalidArgument, match="tile: found {'sideways': '64x32'}, allowed: "):
         octet.attention(q, q, q, tile={"sideways": "64x32"})

@@ -13,7 +13,6 @@ from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from octet import _plan
 from octet._operands import (
     CONSTANTS,
     DIFFERENTIABLE,
