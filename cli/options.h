@@ -39,8 +39,8 @@ class AttentionOptions {
   }
 
  private:
-  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_, tile_,
-      dropout_, dropout_seed_, layout_ = "bhsd";
+  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_,
+      tile_, dropout_, dropout_seed_, layout_ = "bhsd";
   uint32_t threads_ = 0;
   bool deterministic_ = false;
 };

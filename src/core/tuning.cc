@@ -10,7 +10,7 @@ namespace octet {
 namespace {
 
 // Sizes between powers of two are alike: 0, 1, 2 to 3, 4 to 7, ...
-int bucket(int64_t size) { return std::bit_width(static_cast<uint64_t>(size)); }
+int bucket(int64_t size) { return static_cast<int>(std::bit_width(static_cast<uint64_t>(size))); }
 std::string bucket_text(int64_t size) {
   const int64_t least = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(size)));
   return least <= 1 ? text(least) : text(least, " to ", 2 * least - 1);
@@ -18,7 +18,7 @@ std::string bucket_text(int64_t size) {
 
 enum class Terms { plain, mask, general };
 Terms terms_of(const Problem& p) {
-  return p.plain_logits() ? Terms::plain : p.softcap || p.alibi_slopes.present() ? Terms::general : Terms::mask;
+  return p.plain_logits() ? Terms::plain : p.softcap != 0.f || p.alibi_slopes.present() ? Terms::general : Terms::mask;
 }
 
 bool is_causal(const Problem& p) { return p.windowed && p.left == Problem::kUnbounded && p.right == 0; }

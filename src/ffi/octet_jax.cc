@@ -153,7 +153,8 @@ ffi::Error run_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, f
     std::size_t space = (*memory)->size_bytes();
     return std::align(kAlignment, bytes, at, space);
   };
-  return run(OCTET_CUDA, device, stream, allocate, operands, results, attention, arguments, tensors, offsets, backend, tile);
+  return run(OCTET_CUDA, device, stream, allocate, operands, results, attention, arguments, tensors, offsets, backend,
+             tile);
 }
 
 }  // namespace

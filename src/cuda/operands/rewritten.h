@@ -21,7 +21,8 @@ Answer plan_of_rewritten(std::shared_ptr<const Rewritten> rewritten, void* works
   if (!answer.plan) return answer;
   const std::size_t bytes = rewritten->bytes() + answer.plan->workspace;
   auto name = [rewritten, kernel = std::move(answer.plan->kernel)] { return kernel() + rewritten->note(); };
-  return Plan{bytes, std::move(name), [rewritten, run = std::move(answer.plan->run)](void* stream) {
+  return Plan{bytes, std::move(name),
+              [rewritten, run = std::move(answer.plan->run)](void* stream) {
                 rewritten->preprocess(static_cast<cudaStream_t>(stream));
                 run(stream);
                 rewritten->deliver(static_cast<cudaStream_t>(stream));

@@ -161,8 +161,8 @@ Answer plan(const Problem& p, void* workspace) {
 namespace octet {
 
 extern const Backend kSm80;
-const Backend kSm80 = {cuda::sm80::kName,           "mma.sync, on every NVIDIA GPU since Ampere",
-                       OCTET_CUDA,       cuda::sm80::unavailable,
-                       cuda::sm80::plan, nullptr};
+const Backend kSm80 = {cuda::sm80::kName, "mma.sync, on every NVIDIA GPU since Ampere",
+                       OCTET_CUDA,        cuda::sm80::unavailable,
+                       cuda::sm80::plan,  nullptr};
 
 }  // namespace octet

@@ -90,8 +90,8 @@ std::optional<std::string> deferral_reason(const Problem& p) {
 namespace octet {
 
 extern const Backend kSm90;
-const Backend kSm90 = {cuda::sm90::kName,           "tensor cores and TMA of Hopper GPUs (H100, H200)",
-                       OCTET_CUDA,       cuda::sm90::unavailable,
-                       cuda::sm90::plan, cuda::sm90::deferral_reason};
+const Backend kSm90 = {cuda::sm90::kName, "tensor cores and TMA of Hopper GPUs (H100, H200)",
+                       OCTET_CUDA,        cuda::sm90::unavailable,
+                       cuda::sm90::plan,  cuda::sm90::deferral_reason};
 
 }  // namespace octet

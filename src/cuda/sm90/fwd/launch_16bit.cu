@@ -13,8 +13,8 @@
 #include "cuda/operands/slopes.h"
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
-#include "cuda/sm90/smem.h"
 #include "cuda/sm90/passes.h"
+#include "cuda/sm90/smem.h"
 
 namespace octet::cuda::sm90 {
 Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspace) {
