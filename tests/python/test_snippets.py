@@ -65,7 +65,25 @@ NOT_RUN = {
     ): ON_A_GPU,
     ("docs/training.md", "octet plan FILE --budget 0.02"): LEFT_OPEN,
     ("docs/training.md", "octet report FILE --html report.html"): LEFT_OPEN,
+    ("docs/tuning.md", "octet tune --device cuda"): ON_A_GPU,
+    ("docs/tuning.md", "octet tune --shape 2,32,8,4096,4096,128 --causal --device cuda"): ON_A_GPU,
+    (
+        "docs/tuning.md",
+        "octet bench --shape 2,32,8,4096,4096,128 --precision bf16 --pass fwd,bwd --device cuda --json > calls.json",
+    ): ON_A_GPU,
+    ("docs/tuning.md", "octet tune --file calls.json --device cuda"): ON_A_GPU,
+    ("docs/tuning.md", "pip install ."): BUILDS,
+    (
+        "docs/tuning.md",
+        "octet tune --precision bf16,int8_f16 --pass fwd --shape 1,24,24,4608,4608,128 --shape 1,32,8,8192,8192,128 --causal "
+        "--device cuda",
+    ): ON_A_GPU,
+    (
+        "docs/tuning.md",
+        "octet explain --shape 1,24,24,4608,4608,128 --precision bf16 --causal --device cuda",
+    ): ON_A_GPU,
     ("docs/use.md", "octet check in.safetensors --backend sm90 --pass fwd,bwd"): ON_A_GPU,
+    ("docs/use.md", "octet tune --shape 1,8,2,4096,4096,128 --causal --device cuda"): ON_A_GPU,
     ("ladder/README.md", "ladder/build 2 90a"): FOR_A_GPU,
     ("ladder/README.md", "build/ladder/90a/2_flash"): ON_A_GPU,
     ("ladder/README.md", "ladder/profile 2"): ON_A_GPU,
