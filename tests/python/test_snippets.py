@@ -75,8 +75,8 @@ NOT_RUN = {
     ("docs/tuning.md", "pip install ."): BUILDS,
     (
         "docs/tuning.md",
-        "octet tune --precision bf16,int8_f16 --pass fwd --shape 1,24,24,4608,4608,128 --shape 1,32,8,8192,8192,128 --causal "
-        "--device cuda",
+        "octet tune --precision bf16,int8_f16 --pass fwd --shape 1,24,24,4608,4608,128 --shape 1,32,8,8192,8192,128 "
+        "--causal --device cuda",
     ): ON_A_GPU,
     (
         "docs/tuning.md",
