@@ -17,9 +17,9 @@
 namespace octet::cpu::test {
 namespace {
 
-constexpr int64_t kMaxDim = 256;
+constexpr int64_t kMaxDim = kMostHeadDim;
 constexpr int64_t kTokens[] = {1, 2, 63, 64, 65, 130};
-constexpr int64_t kDims[] = {8, 24, 64, 72, 128, 136, 256};
+constexpr int64_t kDims[] = {8, 24, 64, 72, 128, 136, 512};
 
 // A tensor of one batch element, either dense or with tokens before heads and gaps between elements.
 struct Tensor {
