@@ -135,6 +135,7 @@ std::optional<Result> tune(const Asked& asked, const TuneOptions& options, std::
                           asked.pass == Pass::backward, asked.pass == Pass::jvp);
   in.dropout_seed = options.attention.dropout_seed();
   Attention attention = scaled_for(options.attention.attention_among(asked.precision), in.dim);
+  if (attention.tile) reject("--tile: found {}, but octet tune times every tile; leave it out", attention.tile);
   if (asked.causal && !attention.causal) attention.causal = true, attention.alignment = Alignment::bottom_right;
   std::optional<Result> result;
   with_call(in, attention, asked.pass, device, [&](const auto& call) {

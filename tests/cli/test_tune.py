@@ -164,6 +164,11 @@ def test_a_place_that_is_no_folder_is_named(tmp_path):
         (["--device", "cpu"], {}, "--device: found cpu, allowed: a GPU, cuda or cuda:N"),
         ([], {"OCTET_TUNE": "off"}, "there is no file to keep results in: OCTET_TUNE is off"),
         (["--file", "calls.json", "--shape", SHAPE], {}, "--file: gives the shapes; leave out --shape"),
+        (
+            ["--shape", SHAPE, "--tile", "64x64"],
+            {},
+            "--tile: found 64x64, but octet tune times every tile",
+        ),
         (["--file", "nowhere.json"], {}, "nowhere.json: cannot read"),
     ],
 )
