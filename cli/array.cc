@@ -92,16 +92,19 @@ Array with_last(const Array& array, int64_t dim) {
   return out;
 }
 
-void fill_normal(Array& array, uint64_t seed) {
+void fill_normal(Array& array, uint64_t seed, int64_t period) {
   // Box and Muller, because std::normal_distribution differs between standard libraries.
   std::mt19937_64 random(seed);
   const auto uniform = [&] { return (static_cast<double>(random() >> 11) + 0.5) * 0x1p-53; };
-  const int64_t size = array.size();
+  const int64_t size = std::min(array.size(), period);
   for (int64_t i = 0; i < size; i += 2) {
     const double radius = std::sqrt(-2.0 * std::log(uniform())), angle = 2.0 * std::numbers::pi * uniform();
     array.set(i, radius * std::cos(angle));
     if (i + 1 < size) array.set(i + 1, radius * std::sin(angle));
   }
+  const std::size_t all = array.bytes.size();
+  for (std::size_t done = static_cast<std::size_t>(size) * bytes_of(array.dtype); done && done < all; done *= 2)
+    std::copy_n(array.bytes.data(), std::min(done, all - done), array.bytes.data() + done);
 }
 
 }  // namespace octet::cli

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <octet/octet.hpp>
 #include <optional>
 #include <string>
@@ -50,7 +51,7 @@ std::string axes_text(const Array& array);
 // The array with `dim` elements in its last dimension: others are cut off, missing ones are 0.
 Array with_last(const Array& array, int64_t dim);
 
-// Fills with N(0, 1) numbers that depend on `seed` and nothing else.
-void fill_normal(Array& array, uint64_t seed);
+// Fills with N(0, 1) numbers that depend on `seed` and nothing else. After `period` of them they begin again.
+void fill_normal(Array& array, uint64_t seed, int64_t period = std::numeric_limits<int64_t>::max());
 
 }  // namespace octet::cli

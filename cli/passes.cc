@@ -76,10 +76,10 @@ void read_companion(const Source& source, const Inputs& in, const Companion& c) 
   *c.array = read_in(in.q.layout, source, c.label);
 }
 
-void draw_companion(const Inputs& in, const Companion& c) {
+void draw_companion(const Inputs& in, const Companion& c, int64_t period = std::numeric_limits<int64_t>::max()) {
   const Shape shape = c.array == &in.do_ ? output_shape(in) : c.primal->shape4();
   *c.array = Array(companion_type(c.primal->dtype), shape, c.primal->layout);
-  fill_normal(*c.array, c.seed);
+  fill_normal(*c.array, c.seed, period);
 }
 
 // Fills head dims up to multiples of 8. Where no dim is filled, the library says what is wrong with them.
@@ -259,8 +259,9 @@ Inputs draw_inputs(const ProblemShape& s, Layout layout, DType dtype, bool backw
   in.q = Array(dtype, Shape{s.batch, s.heads, s.tokens_q, s.dim}, layout);
   in.k = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim}, layout);
   in.v = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim}, layout);
-  fill_normal(in.q, 11), fill_normal(in.k, 12), fill_normal(in.v, 13);
-  for (const Companion& c : companions(in, backward, jvp)) draw_companion(in, c);
+  constexpr int64_t kPeriod = 1'000'003;  // a prime: rows and heads do not begin alike
+  fill_normal(in.q, 11, kPeriod), fill_normal(in.k, 12, kPeriod), fill_normal(in.v, 13, kPeriod);
+  for (const Companion& c : companions(in, backward, jvp)) draw_companion(in, c, kPeriod);
   fill_head_dims(in);
   return in;
 }

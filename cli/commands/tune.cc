@@ -59,7 +59,7 @@ struct Tile {
 struct Result {
   Asked asked;
   std::string cell, call, card;
-  std::vector<Tile> tiles;  // the default first
+  std::vector<Tile> tiles;  // the default first; none where this card has no kernel for the call
   bool timed() const { return tiles.size() > 1; }
   const Tile& best() const {
     const Tile* best = &tiles[0];
@@ -135,31 +135,30 @@ std::optional<Result> tune(const Asked& asked, const TuneOptions& options, std::
                           asked.pass == Pass::backward, asked.pass == Pass::jvp);
   in.dropout_seed = options.attention.dropout_seed();
   Attention attention = scaled_for(options.attention.attention_among(asked.precision), in.dim);
-  if (attention.tile) reject("--tile: found {}, but octet tune times every tile; leave it out", attention.tile);
   if (asked.causal && !attention.causal) attention.causal = true, attention.alignment = Alignment::bottom_right;
   std::optional<Result> result;
   with_call(in, attention, asked.pass, device, [&](const auto& call) {
     const auto answer = nlohmann::json::parse(tiles(attention, supposed_on(device, call)));
-    if (answer.at("default").is_null()) reject("{}: no kernel computes it on this card", answer.at("call").dump());
     if (!known.insert(answer.at("cell")).second) return;
     result = {asked, answer.at("cell"), answer.at("call"), answer.at("card"), {}};
+    if (answer.at("default").is_null()) return;
     const auto tile_of = [](const nlohmann::json& x) { return Tile{x.at("backend"), x.at("tile"), {}}; };
     result->tiles.push_back(tile_of(answer.at("default")));
     for (const nlohmann::json& x : answer.at("tiles"))
       if (x != answer.at("default")) result->tiles.push_back(tile_of(x));
     if (!result->timed()) return;
-    std::vector<std::unique_ptr<Job<std::decay_t<decltype(call)>>>> jobs;
-    for (const Tile& tile : result->tiles) {
-      Attention one = attention;
-      one.backend = tile.backend.c_str(), one.tile = tile.tile.c_str();
-      jobs.push_back(std::make_unique<Job<std::decay_t<decltype(call)>>>(device, one, call));
-      jobs.back()->run();  // loads the kernel
-    }
+    Job job(device, attention, call);
+    std::vector<Attention> with_tile(result->tiles.size(), attention);
+    for (std::size_t i = 0; i < with_tile.size(); ++i)
+      with_tile[i].backend = result->tiles[i].backend.c_str(), with_tile[i].tile = result->tiles[i].tile.c_str();
     for (int round = 0; round < kRounds; ++round) {
-      std::vector<std::vector<double>> runs(jobs.size());
+      std::vector<std::vector<double>> runs(with_tile.size());
       for (int run = 0; run < kRunsOfRound; ++run)
-        for (std::size_t i = 0; i < jobs.size(); ++i) runs[i].push_back(jobs[i]->seconds(0, 1)[0]);
-      for (std::size_t i = 0; i < jobs.size(); ++i) result->tiles[i].rounds.push_back(timing_of(runs[i]).median);
+        for (std::size_t i = 0; i < with_tile.size(); ++i) {
+          job.become(with_tile[i]);
+          runs[i].push_back(job.seconds(0, 1)[0]);
+        }
+      for (std::size_t i = 0; i < with_tile.size(); ++i) result->tiles[i].rounds.push_back(timing_of(runs[i]).median);
     }
   });
   return result;
@@ -205,6 +204,7 @@ void keep(const std::vector<Result>& results, const std::string& path, const std
     if (!cells.is_array()) cells = ordered_json::array();
     for (std::size_t i = cells.size(); i-- > 0;)
       if (cells[i].value("cell", "") == result.cell) cells.erase(i);
+    if (!result.timed()) continue;
     const Tile &first = result.tiles[0], &best = result.best();
     if (&best == &first) continue;  // the default needs no entry
     cells.push_back({{"cell", result.cell},
@@ -233,13 +233,15 @@ void print(const std::vector<Result>& results, bool as_json) {
                {"default takes"},
                {"fastest takes"}});
   for (const Result& result : results) {
-    const Tile &first = result.tiles[0], &best = result.best();
-    const bool timed = result.timed();
-    table.row({result.asked.shape, name(result.asked.pass), name(result.asked.precision), first.text(),
-               !timed            ? "the only one"
-               : &best == &first ? "the default"
-                                 : best.text(),
-               timed ? seconds_text(first.median()) : "-", timed ? seconds_text(best.median()) : "-"});
+    const bool timed = result.timed(), replaced = timed && &result.best() != &result.tiles[0];
+    table.row({result.asked.shape, name(result.asked.pass), name(result.asked.precision),
+               result.tiles.empty() ? "no kernel computes it" : result.tiles[0].text(),
+               replaced               ? result.best().text()
+               : timed                ? "the default"
+               : result.tiles.empty() ? "-"
+                                      : "the only one",
+               timed ? seconds_text(result.tiles[0].median()) : "-",
+               timed ? seconds_text(result.best().median()) : "-"});
     ordered_json times = ordered_json::array();
     for (const Tile& tile : result.tiles)
       times.push_back({{"backend", tile.backend}, {"tile", tile.tile}, {"round_seconds", tile.rounds}});
@@ -247,7 +249,7 @@ void print(const std::vector<Result>& results, bool as_json) {
                        {"call", result.call},
                        {"card", result.card},
                        {"tiles", times},
-                       {"kept", &best == &first ? ordered_json() : ordered_json(best.text())}});
+                       {"kept", replaced ? ordered_json(result.best().text()) : ordered_json()}});
   }
   as_json ? print_json(objects) : table.print();
 }

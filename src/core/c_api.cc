@@ -105,8 +105,8 @@ octet_status octet_explain(const octet_attention* attention, const octet_argumen
 octet_status octet_tiles(const octet_attention* attention, const octet_arguments* arguments, char* out, size_t capacity,
                          size_t* length) {
   return guarded([&] {
-    Problem problem = validate(attention, arguments);
-    problem.tile = {};  // all are asked for, whichever is wanted
+    const Problem problem = validate(attention, arguments);
+    if (attention->tile) invalid("tile: found ", quoted(attention->tile), ", allowed: NULL, as all tiles are listed");
     copy_out(tiles_json(problem, attention->backend), out, capacity, length);
   });
 }

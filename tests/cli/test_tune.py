@@ -167,7 +167,7 @@ def test_a_place_that_is_no_folder_is_named(tmp_path):
         (
             ["--shape", SHAPE, "--tile", "64x64"],
             {},
-            "--tile: found 64x64, but octet tune times every tile",
+            'tile: found "64x64", allowed: NULL, as all tiles are listed',
         ),
         (["--file", "nowhere.json"], {}, "nowhere.json: cannot read"),
     ],
@@ -176,6 +176,16 @@ def test_wrong_arguments(arguments, env, message, kept):
     where = [] if "--device" in arguments else ["--device", "cuda"]
     done = octet("tune", *where, *arguments, env=kept[1] | env)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_pass_that_a_precision_lacks_is_left_out(kept):
+    path, env = kept
+    forward, backward = ok(
+        *TUNE[:3], "--precision", "int8_f16", "--pass", "fwd,bwd", "--backend", "sm80", "--json", env=env
+    )
+    assert forward["tiles"] and not backward["tiles"] and backward["kept"] is None
+    shown = octet(*TUNE[:3], "--precision", "int8_f16", "--pass", "bwd", "--backend", "sm80", env=env)
+    assert shown.returncode == 0 and "no kernel computes it" in shown.stdout
 
 
 def test_calls_of_a_file(kept, tmp_path):
