@@ -42,6 +42,9 @@ std::vector<Case> shapes() {
 
 class GpuJvp : public testing::TestWithParam<Precision> {
  protected:
+  void SetUp() override {
+    if (!gpu_computes(Pass::jvp, GetParam())) GTEST_SKIP() << "this backend computes no " << name(GetParam());
+  }
   static DType type() {
     return GetParam() == Precision::f16 ? DType::f16 : GetParam() == Precision::f32 ? DType::f32 : DType::bf16;
   }
