@@ -263,7 +263,7 @@ OCTET_API octet_status octet_explain(const octet_attention* attention, const oct
                                      size_t capacity, size_t* length);
 
 // The kernels that can run a call, by the names of their tiles (docs/tuning.md), as JSON: {cell, call, card, default:
-// {backend, tile}, tiles: [{backend, tile}, ...]}; default null and no tiles where there are none to choose from.
+// {backend, tile}, default_is: "measured" or "predicted", tiles: [{backend, tile}, ...]}; default null where none runs.
 OCTET_API octet_status octet_tiles(const octet_attention* attention, const octet_arguments* arguments, char* text,
                                    size_t capacity, size_t* length);
 

@@ -73,8 +73,9 @@ def tiles(
         kind: the pass.
 
     Returns:
-        {"cell", "call", "card", "default": {"backend", "tile"}, "tiles": [{"backend", "tile"}, ...]}: `default` is what
-        runs where nothing was tuned, and the first of each backend its own default. cell: an opaque name of all calls
+        {"cell", "call", "card", "default": {"backend", "tile"}, "default_is", "tiles": [{"backend", "tile"}, ...]}:
+        `default` is what runs where nothing was tuned, and the first of each backend its own default. default_is:
+        "measured" on cards where it was compared with all others, else "predicted". cell: an opaque name of all calls
         that share what `octet tune` finds, which `call` describes. card: the GPU, or None. On a CPU there are no tiles
         to choose from.
     """

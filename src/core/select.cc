@@ -143,8 +143,8 @@ std::string tiles_json(const Problem& problem, const char* wanted) {
     }
   }
   return text("{\"cell\": ", json_string(cell_of(problem).name()), ", \"call\": ", json_string(describe_cell(problem)),
-              ", \"card\": ", card_json(problem), ", \"default\": ", first.empty() ? "null" : first, ", \"tiles\": [",
-              list, "]}");
+              ", \"card\": ", card_json(problem), ", \"default\": ", first.empty() ? "null" : first,
+              ", \"default_is\": ", default_json(problem), ", \"tiles\": [", list, "]}");
 }
 
 }  // namespace octet

@@ -73,6 +73,7 @@ std::string describe_cell(const Problem& p) {
 void find_tile(Problem&) {}
 std::string tuning_json() { return "null"; }
 std::string card_json(const Problem&) { return "null"; }
+std::string default_json(const Problem&) { return "null"; }
 #endif
 
 }  // namespace octet

@@ -26,5 +26,8 @@ void find_tile(Problem& p);
 std::string tuning_json();
 // The GPU of a problem as files of octet tune name it, as a JSON string, or null where there is none.
 std::string card_json(const Problem& p);
+// "measured" where the default kernels were compared with all others on the GPU of a problem (docs/tuning.md), else
+// "predicted", as a JSON string, or null where there is no GPU.
+std::string default_json(const Problem& p);
 
 }  // namespace octet

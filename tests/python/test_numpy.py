@@ -218,6 +218,7 @@ def test_tiles_reach_the_pass_that_they_are_of():
     reason = 'cpu, reference: it has no tile "64x32", as its kernels have none to choose from'
     found = octet.tiles(q, q, q, precision="bf16", causal=True)
     assert found["tiles"] == [] and found["default"] is None and found["card"] is None
+    assert found["default_is"] is None
     assert re.fullmatch("[0-9a-f]{16}", found["cell"]) and "forward bf16, head dims 8 and 8" in found["call"]
     assert found["cell"] != octet.tiles(q, q, q, precision="bf16", causal=True, kind="backward")["cell"]
 
