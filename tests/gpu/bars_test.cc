@@ -56,6 +56,13 @@ TEST(GpuBars, backward) {
   }
 }
 
+// Rows are independent: those of 256 queries have met all keys. An emulated device, which runs sm80, needs seconds for
+// these.
+TEST(GpuBars, jvp) {
+  const int64_t queries = tests_sm80() ? 256 : 1024;
+  for (const Precision precision : {Precision::bf16, Precision::f16}) expect_jvp_bars(kGpu, precision, queries);
+}
+
 TEST(GpuBars, backward_sagebwd) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
   expect_backward_bar(kGpu, sagebwd_backward_bar());

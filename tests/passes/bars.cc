@@ -112,6 +112,22 @@ void expect_backward_bar(const Tested& tested, const BackwardBar& bar) {
   }
 }
 
+void expect_jvp_bars(const Tested& tested, Precision precision, int64_t queries) {
+  const bool f16 = precision == Precision::f16;
+  for (const std::string name : {"J1", "J2", "J3", "J4", "J5", "J6"}) {
+    const Known& all = known(name, Pass::jvp);
+    Case c = all.c;
+    Inputs in = all.in;
+    c.tokens_q = queries;
+    for (Values Inputs::*x : {&Inputs::q, &Inputs::tq, &Inputs::do_}) in.*x = slice(all.in.*x, 2, 0, queries);
+    const Values want = slice(all.want.to, 2, 0, queries);
+    const double limit = f16 ? .00027 : name == "J6" ? .0022 : .0021;
+    expect_bar(compute(tested, c, in, Pass::jvp, precision, DType::f32).to, want, {limit, .99999}, name + " to");
+    expect_bar(compute(tested, c, in, Pass::jvp, precision, f16 ? DType::f16 : DType::bf16).to, want,
+               {f16 ? .0004 : .0030, .99999}, name + " to, rounded");
+  }
+}
+
 ForwardBar bf16_forward_bar(DType out) {
   const bool wide = out == DType::f32;
   return {wide ? "bf16" : "bf16_o_bf16", Precision::bf16, out, all_inputs({wide ? .0018 : .0026, .999997})};

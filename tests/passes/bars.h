@@ -67,6 +67,9 @@ struct BackwardBar {
 void PrintTo(const BackwardBar&, std::ostream*);
 void expect_backward_bar(const Tested&, const BackwardBar&);
 
+// The tangent `to` of all inputs J, in f32 and in the precision's own type, of the first `queries` of them.
+void expect_jvp_bars(const Tested&, Precision, int64_t queries);
+
 // The rows that CPU and GPU share.
 ForwardBar bf16_forward_bar(DType out);
 ForwardBar int8_forward_bar();
