@@ -117,12 +117,14 @@ SeenKeySide::SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& w
     : p_(p),
       k_(p.k),
       v_(p.v),
+      tv_(p.tv),
       batches_(p.mask.present() && p.mask.stride[0] ? static_cast<int>(p.batch) : 1),
       heads_(p.mask.present() && p.mask.stride[1] ? static_cast<int>(p.kv_heads) : 1) {
   if (!p.mask.present() || !p.v.elements()) return;
   seen_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * p.tokens_k));
   const bool codes = p.v.dtype == OCTET_I8 || p.v.dtype == OCTET_U8;
   if (!codes) v_ = contiguous(p.v, p.v.dtype, workspace);
+  if (p.tv.present()) tv_ = contiguous(p.tv, p.tv.dtype, workspace);
   if (reads_k == ReadsK::as_it_is) return;
   k_ = contiguous(p.k, p.k.dtype, workspace);
   counts_ = workspace.take<int>(static_cast<std::size_t>(batches_) * heads_);
@@ -135,6 +137,7 @@ void SeenKeySide::preprocess(cudaStream_t stream) const {
   if (counts_) check(cudaMemsetAsync(counts_, 0, bytes, stream), "cudaMemsetAsync");
   list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, counts_, stream);
   if (v_.data != p_.v.data) copy_seen(p_.v, strided(v_), seen, 1, stream);
+  if (p_.tv.present()) copy_seen(p_.tv, strided(tv_), seen, 1, stream);
   if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
 }
 

@@ -15,20 +15,21 @@ namespace octet::cuda {
 // A forward pass reads k as it is; if it takes statistics of k, it reads a copy in which hidden keys are 0.
 enum class ReadsK { as_it_is, seen };
 
-// The v of a forward pass, and its k. Without a mask tensor they are those of the problem, and so is a v of integers: a
-// code is finite, and the P of a hidden one is 0.
+// The v of a forward or jvp pass, its tangent, and k. Without a mask tensor they are those of the problem, and so is a
+// v of integers: a code is finite, and the P of a hidden one is 0.
 class SeenKeySide {
  public:
   SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& workspace);
   void preprocess(cudaStream_t stream) const;
   const View& k() const { return k_; }
   const View& v() const { return v_; }
+  const View& tv() const { return tv_; }
   // How many keys of each (batch, kv_head) are seen; with ReadsK::seen.
   SeenCounts counts() const { return {counts_, batches_, heads_}; }
 
  private:
   const Problem& p_;
-  View k_, v_;
+  View k_, v_, tv_;
   unsigned char* seen_ = nullptr;  // [batch, kv_head, key], or those that the mask tells apart
   int* counts_ = nullptr;
   int batches_, heads_;

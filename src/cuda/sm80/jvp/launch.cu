@@ -8,6 +8,7 @@
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
+#include "cuda/operands/seen.h"
 #include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/jvp/choose.h"
 #include "cuda/sm80/passes.h"
@@ -50,8 +51,10 @@ Plan jvp(const Problem& p, void* workspace) {
   const JvpChoice choice = choose_jvp(p);
   WorkspaceAllocator allocator(workspace);
   int* const blocks_before = allocate_blocks_before(p, allocator);
-  const JvpInput q(p.q, choice, allocator), k(p.k, choice, allocator), v(p.v, choice, allocator);
-  const JvpInput tq(p.tq, choice, allocator), tk(p.tk, choice, allocator), tv(p.tv, choice, allocator);
+  // Hidden keys need no copies: their logits are -inf, whatever their products are, and p and h 0.
+  const SeenKeySide seen(p, ReadsK::as_it_is, allocator);
+  const JvpInput q(p.q, choice, allocator), k(p.k, choice, allocator), v(seen.v(), choice, allocator);
+  const JvpInput tq(p.tq, choice, allocator), tk(p.tk, choice, allocator), tv(seen.tv(), choice, allocator);
   const Result o(p.o, allocator), to(p.to, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const auto name = [&p, choice] {
@@ -60,6 +63,7 @@ Plan jvp(const Problem& p, void* workspace) {
   };
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
+    seen.preprocess(stream);
     for (const JvpInput* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
     compute_row_biases(p, terms, stream);
     const JvpKernel& kernel = choice.kernel;
