@@ -52,7 +52,6 @@ inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape, Pass
   if (gpu_has_general_logits()) return true;
   if (c.softcap != 0) return false;
   if (mask == DType::none) return true;
-  if (pass == Pass::jvp) return false;
   const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
   return of_keys && c.alibi == Alibi::none && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
 }

@@ -187,17 +187,18 @@ std::vector<Rejected> rejected_by_sm90() {
   add(jvp, "its jvp has no alibi_slopes").alibi = true;
   add(jvp, "its jvp has no dropout").attention.dropout_p = .1;
   add(jvp, "it has no softcap").attention.softcap = 2.f;
-  Asked& masked = add(jvp, "its jvp has no mask tensor");
-  masked.mask = DType::boolean, masked.mask_shape = {1, 1, 1, 250};
   add(with_precision(Precision::int8), "it has no int8 for head dim 160; it has: up to 128").dim = 160;
   add(with_precision(Precision::int8), kNoSmoothQ).attention.smooth_q = Switch::on;
   add(with_precision(Precision::fp8), "q is e4m3 and k is bf16; it takes such a q with a k of e4m3").q_dtype =
       DType::e4m3;
-  for (const Pass pass : {Pass::forward, Pass::backward}) {
+  for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp}) {
     const Asked of_pass{.pass = pass};
     add(of_pass, "its mask tensor is bf16; it takes bool ones of shape [batch or 1, 1, 1, keys]").mask = DType::bf16;
     add(of_pass, "its mask tensor has shape [1, 1, 130, 250]; it takes bool ones of shape [batch or 1, 1, 1, keys]")
         .mask = DType::boolean;
+  }
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const Asked of_pass{.pass = pass};
     const auto with_key_mask = [&](const std::string& beside) -> Asked& {
       Asked& x = add(of_pass, "it takes no mask tensor together with " + beside);
       x.mask = DType::boolean, x.mask_shape = {1, 1, 1, 250};

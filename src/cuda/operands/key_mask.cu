@@ -217,13 +217,18 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
       mask_(p.mask),
       k_(p.k),
       v_(p.v),
+      tk_(p.tk),
+      tv_(p.tv),
       dk_(p.dk),
       dv_(p.dv),
       queries_(p.tokens_q),
       q_(p.q, workspace),
+      tq_(p.tq, workspace),
       o_(p.o, workspace),
       o_residual_(p.o_residual, workspace),
       lse_(p.lse, workspace),
+      to_(p.to, workspace),
+      tlse_(p.tlse, workspace),
       do_(p.do_, workspace),
       dlse_(p.dlse, workspace),
       dq_(p.dq, workspace) {
@@ -240,8 +245,11 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
   problem_.cu_seqlens_k = cu_seqlens(cu_seqlens_k_, sequences);
   problem_.q = q_.view(), problem_.o = o_.view(), problem_.o_residual = o_residual_.view();
   problem_.lse = lse_.view(), problem_.do_ = do_.view(), problem_.dlse = dlse_.view(), problem_.dq = dq_.view();
+  problem_.tq = tq_.view(), problem_.to = to_.view(), problem_.tlse = tlse_.view();
   problem_.k = packed_tokens(p.k, p.batch * p.tokens_k, workspace),
   problem_.v = packed_tokens(p.v, p.batch * p.tokens_k, workspace);
+  problem_.tk = packed_tokens(p.tk, p.batch * p.tokens_k, workspace),
+  problem_.tv = packed_tokens(p.tv, p.batch * p.tokens_k, workspace);
   problem_.dk = packed_tokens(p.dk, p.batch * p.tokens_k, workspace),
   problem_.dv = packed_tokens(p.dv, p.batch * p.tokens_k, workspace);
   bytes_ = workspace.used();
@@ -256,7 +264,12 @@ void PackedKeys::preprocess(cudaStream_t stream) const {
   check(cudaGetLastError(), "list_kernel");
   copy_keys<true>(keys, k_, problem_.k, v_, problem_.v, static_cast<int>(queries_), cu_seqlens_q_, cu_seqlens_k_,
                   stream);
-  for (const MergedBatch* t : {&q_, &do_}) t->copy_in(stream);
+  // The kernel copies two tensors: where one tangent is absent, the other twice.
+  const bool k = tk_.present(), v = tv_.present();
+  if (k || v)
+    copy_keys<true>(keys, k ? tk_ : tv_, k ? problem_.tk : problem_.tv, v ? tv_ : tk_, v ? problem_.tv : problem_.tk,
+                    static_cast<int>(queries_), cu_seqlens_q_, cu_seqlens_k_, stream);
+  for (const MergedBatch* t : {&q_, &tq_, &do_}) t->copy_in(stream);
   if (problem_.pass == OCTET_BACKWARD)
     for (const MergedBatch* t : {&o_, &o_residual_, &lse_, &dlse_}) t->copy_in(stream);
 }
@@ -264,8 +277,8 @@ void PackedKeys::preprocess(cudaStream_t stream) const {
 void PackedKeys::deliver(cudaStream_t stream) const {
   if (!k_.shape[0] || !k_.shape[1]) return;
   const DeviceScope device(problem_.device_index);
-  if (problem_.pass == OCTET_FORWARD) {
-    for (const MergedBatch* t : {&o_, &o_residual_, &lse_}) t->copy_out(stream);
+  if (problem_.pass != OCTET_BACKWARD) {
+    for (const MergedBatch* t : {&o_, &o_residual_, &lse_, &to_, &tlse_}) t->copy_out(stream);
     return;
   }
   dq_.copy_out(stream);

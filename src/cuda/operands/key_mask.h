@@ -28,7 +28,7 @@ class PackedKeys {
   const Problem& problem() const { return problem_; }
   std::size_t bytes() const { return bytes_; }  // of the workspace
   std::string note() const { return ", seen keys copied side by side"; }
-  bool copies_queries() const { return q_.copies(); }
+  bool copies_queries() const { return q_.copies() || tq_.copies(); }
   // Writes the operands of the packed problem.
   void preprocess(cudaStream_t stream) const;
   // Copies its results to those of the problem. Gradients of hidden keys are 0.
@@ -38,9 +38,9 @@ class PackedKeys {
   PackedKeys(const Problem& p, WorkspaceAllocator&& workspace);
 
   Problem problem_;
-  View mask_, k_, v_, dk_, dv_;  // of the problem with the mask
+  View mask_, k_, v_, tk_, tv_, dk_, dv_;  // of the problem with the mask
   int64_t queries_;
-  MergedBatch q_, o_, o_residual_, lse_, do_, dlse_, dq_;
+  MergedBatch q_, tq_, o_, o_residual_, lse_, to_, tlse_, do_, dlse_, dq_;
   int *ranks_, *counts_;  // [mask's batch, key]: the number of seen keys before it, -1: hidden; [mask's batch]
   int *cu_seqlens_q_, *cu_seqlens_k_;
   std::size_t bytes_;

@@ -74,7 +74,6 @@ Answer plan(const Problem& p, void* workspace) {
   const auto in_pages = [](const Problem&) { return false; };
   if (p.cached()) return plan_of_cached(p, workspace, in_pages, plan_of_packed);
   if (!p.mask.present()) return plan_unmasked(p, numerics, workspace);
-  if (p.pass == OCTET_JVP) return std::string("its jvp has no mask tensor");
   if (auto reason = no_key_mask_reason(p)) return std::move(*reason);
   return plan_of_rewritten(std::make_shared<const PackedKeys>(p, workspace), workspace, plan_of_packed);
 }
