@@ -17,7 +17,7 @@ namespace octet::test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr int64_t kDims[][2] = {{64, 64}, {128, 128}, {72, 40}};
+constexpr int64_t kDims[][2] = {{64, 64}, {128, 128}, {72, 40}, {96, 88}};
 
 // Cases without numbers of tokens that divide into tiles.
 std::vector<Case> shapes() {

@@ -7,7 +7,7 @@
 
 namespace octet::cuda::sm90 {
 
-using JvpDims = DimsList<Dims64, Dims128>;
+using JvpDims = DimsList<Dims64, Dims80, Dims96, Dims128>;
 
 //   kKeys      keys of a tile
 //   kStages    stages of the pipeline of k and tk, and of that of v and tv
@@ -21,5 +21,10 @@ template <>
 struct JvpTile<Dims128> : TwoWarpgroups {
   static constexpr int kKeys = 64, kStages = 2;
 };
+// Tiles of 80 and 96 channels take as much shared memory as those of 128.
+template <>
+struct JvpTile<Dims80> : JvpTile<Dims128> {};
+template <>
+struct JvpTile<Dims96> : JvpTile<Dims128> {};
 
 }  // namespace octet::cuda::sm90

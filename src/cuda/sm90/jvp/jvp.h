@@ -8,6 +8,7 @@
 //   o = o / l;  to = (u - r o) / l;  lse = m + ln l;  tlse = c + r / l
 //
 // Two products of the same left factor are one: tk and k lie below each other in shared memory, tv and v side by side.
+// Where v does not fill its panels, p v and p tv are two.
 // A number c added to a row of t cancels between u and r o. So c, the mean of scale t weighted by p in the first tile
 // that the row sees, only keeps h small, and with it the error of rounding h.
 //
@@ -59,8 +60,10 @@ struct Jvp {
   using TileQ = SharedTile<T, kRows, Dims::kDim>;
   using TilesK = SharedTile<T, 2 * kKeys, Dims::kDim>;  // the rows of tk, then those of k
   using TileV = SharedTile<T, kKeys, Dims::kDimV>;
-  using TilesV = SharedTile<T, kKeys, 2 * Dims::kDimV>;  // the columns of tv, then those of v
+  using TilesV = SharedTile<T, kKeys, 2 * TileV::kPanels * kPanelColumns>;  // the panels of tv, then those of v
   static_assert(TilesV::kBytes == 2 * TileV::kBytes);
+  // True: panels have no columns beyond those of v, so that tv and v are one operand.
+  static constexpr bool kWholePanels = TilesV::kColumns == 2 * Dims::kDimV;
   using TileP = SharedTile<T, kWarpgroupRows, kKeys>;
 
   // The producer's message to the consumers about a tile of queries.

@@ -19,7 +19,12 @@ __device__ void Jvp<T, Dims>::multiply_qk(int warpgroup, int stage, TS& ts) cons
 template <class T, class Dims>
 __device__ void Jvp<T, Dims>::multiply_pv(int warpgroup, int stage, UO& uo) const {
   ptx::wgmma_fence();
-  mma_AB(uo, tile_p(warpgroup), tv_v(stage));
+  if constexpr (kWholePanels) {
+    mma_AB(uo, tile_p(warpgroup), tv_v(stage));
+  } else {
+    mma_AB(first_half(uo), tile_p(warpgroup), tv(stage));
+    mma_AB(second_half(uo), tile_p(warpgroup), v(stage));
+  }
   mma_AB(first_half(uo), tile_h(warpgroup), v(stage));
   ptx::wgmma_commit();
 }
