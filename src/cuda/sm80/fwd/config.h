@@ -99,16 +99,16 @@ struct ForwardTile<Dims, logits, TileRows::pages> : ForwardTile<Dims, logits, Ti
 // numbers as fast as they arrive. A stage has the 16 KB that it has in 16 bits, at 256 the double.
 template <class Dims>
 struct CodesTile {
-  static constexpr int kWarps = 4, kRowBlocks = 1, kKeyWarps = 4, kKeys = 64, kBlocks = 3, kStages = 3;
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeyWarps = 4, kKeys = 128, kBlocks = 3, kStages = 2;
   static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 template <>
 struct CodesTile<Dims64> : CodesTile<Dims128> {
-  static constexpr int kKeys = 128;
+  static constexpr int kStages = 3;
 };
 template <>
 struct CodesTile<Dims256> : CodesTile<Dims128> {
-  static constexpr int kBlocks = 2, kStages = 2;
+  static constexpr int kKeys = 64, kBlocks = 2;
   static constexpr bool kQRegisters = false;
 };
 
