@@ -8,7 +8,8 @@
 namespace octet::cuda::sm80 {
 namespace {
 
-constexpr int kThreads = 128, kColumns = 4;  // columns of o of a thread
+constexpr int kColumns = 4;  // columns of o of a thread at a time
+constexpr int kAtOnce = 8;   // splits that a thread asks for before it knows their weights
 
 __device__ void store(float* to, const float4& x) { *reinterpret_cast<float4*>(to) = x; }
 template <class T>
@@ -16,77 +17,151 @@ __device__ void store(T* to, const float4& x) {
   *reinterpret_cast<uint2*>(to) = {ptx::pack<T>(x.x, x.y), ptx::pack<T>(x.z, x.w)};
 }
 
-// One thread block computes a row. Groups of threads have all columns, and each sums every so many-th split.
+// A row of the result, and where its splits lie. Rows are counted in 32 bits, as thread blocks are.
+struct Row {
+  int batch, head;
+  int64_t token, first, step;  // of the splits, in rows
+
+  __device__ Row(const CombineParams& a, unsigned row) {
+    const unsigned tokens = static_cast<unsigned>(a.tokens), heads = static_cast<unsigned>(a.heads),
+                   of_heads = row / tokens;
+    token = row - of_heads * tokens;
+    batch = static_cast<int>(of_heads / heads), head = static_cast<int>(of_heads % heads);
+    step = a.heads * a.tokens;
+    first = int64_t{batch} * a.splits * step + head * a.tokens + token;
+  }
+  __device__ RowStatistics statistics(const CombineParams& a, int split) const {
+    return split < a.splits ? a.statistics[first + split * step] : RowStatistics{};
+  }
+  __device__ float4 o(const CombineParams& a, int split, int column) const {
+    return split < a.splits ? *reinterpret_cast<const float4*>(a.split_o + (first + split * step) * a.dim_v + column)
+                            : float4{};
+  }
+  // Returns what the weighted sum of o is multiplied by, and writes lse if `writes`.
+  __device__ float finish(const CombineParams& a, float origin, float sum, float row_bias, bool writes) const {
+    RowSum<> all = RowSum<>::of(origin, sum, row_bias);
+    const float share = a.sinks.data ? all.add_sink(a.sinks.at(batch, head)) : 1.f;
+    if (writes && a.lse.data) *a.lse.row<float>(batch, head, token) = all.lse();
+    return sum == 0.f ? 0.f : share / sum;
+  }
+  __device__ void write(const CombineParams& a, int column, float4 o) const {
+    with_output_type(a.o.element, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      store(a.o.row<T>(batch, head, token) + column, o);
+      if (!a.o_residual.data) return;
+      if constexpr (sizeof(T) == 2)
+        if (a.o_residual.element == Element::i8) {
+          *reinterpret_cast<uint32_t*>(a.o_residual.row<S8>(batch, head, token) + column) =
+              residuals<T>(o.x, o.y, o.z, o.w);
+          return;
+        }
+      o = {o.x - float(T(o.x)), o.y - float(T(o.y)), o.z - float(T(o.z)), o.w - float(T(o.w))};
+      store(a.o_residual.row<T>(batch, head, token) + column, o);
+    });
+  }
+};
+
+__device__ void take_origin(float& origin, const RowStatistics& x) {
+  if (x.l != 0.f) origin = fmaxf(origin, x.origin);
+}
+__device__ float weight_of(const RowStatistics& x, float origin) {
+  return x.l == 0.f ? 0.f : x.l * ptx::exp2(x.origin - origin);
+}
+__device__ void add(float4& o, float weight, const float4& x) {
+  o.x = fmaf(weight, x.x, o.x), o.y = fmaf(weight, x.y, o.y);
+  o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
+}
+__device__ float4 times(const float4& o, float x) { return {o.x * x, o.y * x, o.z * x, o.w * x}; }
+
+// Up to kAtOnce splits: a warp computes a row. Batches of many sequences have thousands of rows.
+constexpr int kRowsOfBlock = 4;
+__global__ void __launch_bounds__(32 * kRowsOfBlock) combine_few_kernel(const __grid_constant__ CombineParams a,
+                                                                        unsigned rows) {
+  const unsigned at = blockIdx.x * kRowsOfBlock + threadIdx.x / 32;
+  if (at >= rows) return;
+  const Row row(a, at);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  ptx::griddepcontrol_wait();
+  const RowStatistics own = row.statistics(a, lane % kAtOnce);  // every kAtOnce lanes have all of them
+  float origin = -INFINITY;
+  take_origin(origin, own);
+#pragma unroll
+  for (int lanes = kAtOnce / 2; lanes; lanes /= 2) origin = fmaxf(origin, __shfl_xor_sync(~0u, origin, lanes));
+  const float weight = weight_of(own, origin);
+  float sum = weight;
+#pragma unroll
+  for (int lanes = kAtOnce / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  const float scale = row.finish(a, origin, sum, __shfl_sync(~0u, own.row_bias, 0), lane == 0);
+  float weights[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) weights[i] = __shfl_sync(~0u, weight, i);
+#pragma unroll 1
+  for (int column = lane * kColumns; column < a.dim_v; column += 32 * kColumns) {
+    float4 o{};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (i < a.splits) add(o, weights[i], row.o(a, i, column));
+    row.write(a, column, times(o, scale));
+  }
+}
+
+// More: a thread block computes a row. Groups of threads have all columns, and each sums every so many-th split. The
+// first of o are on their way before the weights are known.
+constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams a) {
-  __shared__ float weights[kMaxKeySplits], share_over_sum;
+  __shared__ float weights[kMaxKeySplits], scale;
   __shared__ float4 sums[kThreads];
-  const int64_t row = blockIdx.x, token = row % a.tokens;
-  const int head = static_cast<int>(row / a.tokens % a.heads), batch = static_cast<int>(row / a.tokens / a.heads);
-  const auto split = [&](int i) { return ((int64_t{batch} * a.splits + i) * a.heads + head) * a.tokens + token; };
+  const Row row(a, blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);
+  const int chunks = a.dim_v / kColumns, groups = kThreads / chunks, group = thread / chunks,
+            column = thread % chunks * kColumns;
   ptx::griddepcontrol_wait();
 
+  float4 first[kAtOnce];
+#pragma unroll
+  for (int n = 0; n < kAtOnce; ++n) first[n] = row.o(a, group + n * groups, column);
   if (thread < 32) {
+    constexpr int kOfLane = kMaxKeySplits / 32;
+    RowStatistics of_lane[kOfLane];
+#pragma unroll
+    for (int n = 0; n < kOfLane; ++n) of_lane[n] = row.statistics(a, thread + 32 * n);
     float origin = -INFINITY, sum = 0.f;
-    for (int i = thread; i < a.splits; i += 32) {
-      const RowStatistics x = a.statistics[split(i)];
-      if (x.l != 0.f) origin = fmaxf(origin, x.origin);
-    }
+#pragma unroll
+    for (const RowStatistics& x : of_lane) take_origin(origin, x);
     for (int lanes = 16; lanes; lanes /= 2) origin = fmaxf(origin, __shfl_xor_sync(~0u, origin, lanes));
-    for (int i = thread; i < a.splits; i += 32) {
-      const RowStatistics x = a.statistics[split(i)];
-      weights[i] = x.l == 0.f ? 0.f : x.l * ptx::exp2(x.origin - origin);
-      sum += weights[i];
+#pragma unroll
+    for (int n = 0; n < kOfLane; ++n) {
+      const float weight = weight_of(of_lane[n], origin);
+      weights[thread + 32 * n] = weight, sum += weight;
     }
     for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    RowSum<> all = RowSum<>::of(origin, sum, a.statistics[split(0)].row_bias);
-    const float share = a.sinks.data ? all.add_sink(a.sinks.at(batch, head)) : 1.f;
-    if (thread == 0) {
-      share_over_sum = sum == 0.f ? 0.f : share / sum;
-      if (a.lse.data) *a.lse.row<float>(batch, head, token) = all.lse();
-    }
+    const float of_sum = row.finish(a, origin, sum, __shfl_sync(~0u, of_lane[0].row_bias, 0), thread == 0);
+    if (thread == 0) scale = of_sum;
   }
   __syncthreads();
 
-  const int chunks = a.dim_v / kColumns, groups = kThreads / chunks, column = thread % chunks * kColumns;
   float4 o{};
+#pragma unroll
+  for (int n = 0; n < kAtOnce; ++n)
+    if (const int i = group + n * groups; i < a.splits) add(o, weights[i], first[n]);
 #pragma unroll 4
-  for (int i = thread / chunks; i < a.splits; i += groups) {
-    const float4 x = *reinterpret_cast<const float4*>(a.split_o + split(i) * a.dim_v + column);
-    const float weight = weights[i];
-    o.x = fmaf(weight, x.x, o.x), o.y = fmaf(weight, x.y, o.y);
-    o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
-  }
+  for (int i = group + kAtOnce * groups; i < a.splits; i += groups) add(o, weights[i], row.o(a, i, column));
   sums[thread] = o;
   __syncthreads();
   if (thread >= chunks) return;
-  for (int group = 1; group < groups; ++group) {
-    const float4 x = sums[thread + group * chunks];
-    o.x += x.x, o.y += x.y, o.z += x.z, o.w += x.w;
-  }
-  const float scale = share_over_sum;
-  o = {o.x * scale, o.y * scale, o.z * scale, o.w * scale};
-  const auto write = [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    store(a.o.row<T>(batch, head, token) + column, o);
-    if (!a.o_residual.data) return;
-    if constexpr (sizeof(T) == 2)
-      if (a.o_residual.element == Element::i8) {
-        *reinterpret_cast<uint32_t*>(a.o_residual.row<S8>(batch, head, token) + column) =
-            residuals<T>(o.x, o.y, o.z, o.w);
-        return;
-      }
-    o = {o.x - float(T(o.x)), o.y - float(T(o.y)), o.z - float(T(o.z)), o.w - float(T(o.w))};
-    store(a.o_residual.row<T>(batch, head, token) + column, o);
-  };
-  with_output_type(a.o.element, write);
+  for (int other = 1; other < groups; ++other) add(o, 1.f, sums[thread + other * chunks]);
+  row.write(a, column, times(o, scale));
 }
 
 }  // namespace
 
 void combine(const CombineParams& a, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(a.batch * a.heads * a.tokens);
-  launch_general_pdl(combine_kernel, dim3(rows), kThreads, 0, stream, a);
+  if (a.splits <= kAtOnce)
+    launch_general_pdl(combine_few_kernel, dim3((rows + kRowsOfBlock - 1) / kRowsOfBlock), 32 * kRowsOfBlock, 0, stream,
+                       a, rows);
+  else
+    launch_general_pdl(combine_kernel, dim3(rows), kThreads, 0, stream, a);
 }
 
 }  // namespace octet::cuda::sm80

@@ -1,5 +1,6 @@
 // The entry of the forward kernel, and the description of its instances.
 #pragma once
+#include "cuda/ptx/grid.h"
 #include "cuda/sm80/fwd/kernels.h"
 #include "cuda/sm80/fwd/mainloop_wide.h"
 
@@ -11,6 +12,7 @@ __global__ void __launch_bounds__(Forward<Kind>::kThreads, Forward<Kind>::Tile::
   using Kernel = Forward<Kind>;
   extern __shared__ __align__(128) unsigned char memory[];
   const Kernel kernel{arguments, *reinterpret_cast<typename Kernel::Shared*>(memory)};
+  if constexpr (Kernel::kPairs) ptx::griddepcontrol_launch_dependents();  // fwd/combine.cu, which waits
   if constexpr (Kernel::Tile::kStages == 1)
     kernel.run_wide();
   else
