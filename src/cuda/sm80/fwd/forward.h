@@ -294,7 +294,7 @@ struct Forward {
     start_tiles();
     if constexpr (kMasked) skip_hidden_tiles();
     if constexpr (!kPlain) start_terms();
-    Operands::load_q_factors(*this);
+    if constexpr (!Operands::kConvertsQ) Operands::load_q_factors(*this);
     __syncthreads();
     load_q();
     ptx::cp_async_commit();

@@ -319,6 +319,8 @@ __device__ inline void Forward<Kind>::run() const {
   bool zeros = kMasked && tiles.first < tiles.last && has_zeros(tiles.last - 1);
   if constexpr (Tile::kStagesMask) load_mask(tiles.last - 1, zeros), ptx::cp_async_commit();
 
+  // A q that is converted waits for memory; by now the first tiles are on their way.
+  if constexpr (Operands::kConvertsQ) Operands::load_q_factors(*this), __syncthreads();
   Softmax softmax[kRowBlocks];
   O o;
   start_rows(softmax, o);
