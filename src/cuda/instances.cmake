@@ -63,6 +63,12 @@ endforeach()
 foreach(precision Bf16 F16)
   octet_instance(sm80/fwd ${precision}_plain_half kernel.h
     "ForwardKernel forward_kernel_of<Precision${precision}, Logits::plain, TileRows::half_queries>(int64_t)")
+  foreach(logits plain general)
+    foreach(rows few_pairs few_pages)
+      octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
+        "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
+    endforeach()
+  endforeach()
 endforeach()
 foreach(logits plain general)
   octet_instance(sm80/fwd Codes_${logits}_pages kernel.h

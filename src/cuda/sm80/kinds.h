@@ -14,8 +14,19 @@ enum class Logits : int {
 enum class TileRows : int {
   queries,       // the queries of one head
   half_queries,  // the same, half as many: for short sequences, and where two thread blocks would not fit 99 KB
-  pairs,  // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split
-  pages   // the same where k and v lie in the pages of a KV cache
+  pairs,         // pairs of a query and one of the heads that share k and v: few queries over many keys, in splits
+  pages,         // the same where k and v lie in the pages of a KV cache
+  few_pairs,     // up to 16 pairs; each of the four warps has its part of the keys
+  few_pages      // the same in pages
 };
+
+constexpr bool in_pages(TileRows rows) { return rows == TileRows::pages || rows == TileRows::few_pages; }
+constexpr bool has_pairs(TileRows rows) {
+  return rows == TileRows::pairs || rows == TileRows::few_pairs || in_pages(rows);
+}
+// Returns whether there are kernels for head dims up to 128 alone.
+constexpr bool has_small_dims(TileRows rows) {
+  return rows == TileRows::half_queries || rows == TileRows::few_pairs || rows == TileRows::few_pages;
+}
 
 }  // namespace octet::cuda::sm80

@@ -25,8 +25,9 @@ template <class Precision, Logits logits, TileRows rows>
 constexpr KernelOf kernel_of() {
   if constexpr (logits == Logits::masked && (rows != TileRows::queries || !ForwardOperands<Precision>::kStagesMasks))
     return nullptr;
-  else if constexpr (rows == TileRows::half_queries &&
-                     (logits != Logits::plain || !ForwardOperands<Precision>::kHasHalfQueries))
+  else if constexpr (has_small_dims(rows) && !ForwardOperands<Precision>::kHasHalfQueries)
+    return nullptr;
+  else if constexpr (rows == TileRows::half_queries && logits != Logits::plain)
     return nullptr;
   else if constexpr (rows == TileRows::pairs && !ForwardOperands<Precision>::kHasPairs)
     return nullptr;
@@ -46,12 +47,17 @@ constexpr Kernels kKernels = {kernel_of<Precision, Logits::plain, rows>(), kerne
 // The kernels of a recipe.
 struct Row {
   ForwardFormats formats;
-  Kernels queries, half_queries, pairs, pages;
+  Kernels queries, half_queries, pairs, pages, few_pairs, few_pages;
 };
 template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
-  return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::half_queries>,
-          kKernels<Precision, TileRows::pairs>, kKernels<Precision, TileRows::pages>};
+  return {formats,
+          kKernels<Precision, TileRows::queries>,
+          kKernels<Precision, TileRows::half_queries>,
+          kKernels<Precision, TileRows::pairs>,
+          kKernels<Precision, TileRows::pages>,
+          kKernels<Precision, TileRows::few_pairs>,
+          kKernels<Precision, TileRows::few_pages>};
 }
 constexpr Row kRows[] = {row<PrecisionF32>(kF32),
                          row<PrecisionF16>(kF16),
@@ -68,6 +74,8 @@ constexpr Row kRows[] = {row<PrecisionF32>(kF32),
 // Of codes in pages, whatever type q has.
 constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, TileRows::pages>, nullptr,
                               forward_kernel_of<PrecisionCodes, Logits::general, TileRows::pages>};
+
+constexpr int64_t kMostDimOfFewRows = 128;
 
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
@@ -145,14 +153,27 @@ Candidates<Candidate> candidates_of(const Problem& p, const ForwardNumerics& num
   if (!can_split_keys(p) || p.dropout || smooths_q(p, numerics)) return queries;
   const bool codes_in_pages = row.pages.plain && has_pages_of_codes(p), pages = p.k.pages.size && row.pages.plain;
   const Kernels& of_few = codes_in_pages ? kOfCodes : pages ? row.pages : row.pairs;
-  const ForwardKernel few = (logits != Logits::plain ? of_few.general : of_few.plain)(most_dim);
+  const auto of_logits = [&](const Kernels& x) { return logits != Logits::plain ? x.general : x.plain; };
+  const ForwardKernel few = of_logits(of_few)(most_dim);
   // Codes have to be decoded where this kernel does not read them: it has them however many tiles there are.
   const int64_t tiles_of_heads = codes_in_pages ? 0 : query_tiles(p, queries.first().kernel.rows);
   const bool is_default =
       has_few_queries(p, packed_tiles(p, few.rows), tiles_of_heads, card(p.device_index).multiprocessors);
   if (pages && !is_default) return queries;
   Candidates<Candidate> all;
-  const auto add_few = [&] { all.add({few.rows, few.keys, "-split"}, {few, true}); };
+  const auto add_few = [&] {
+    const auto add = [&](const ForwardKernel& kernel) {
+      all.add({kernel.rows, kernel.keys, "-split"}, {kernel, true});
+    };
+    // Where 16 rows have all queries of a group, warps share them.
+    if (const KernelOf shared = of_logits(pages ? row.few_pages : row.few_pairs);
+        shared && !codes_in_pages && most_dim <= kMostDimOfFewRows) {
+      const ForwardKernel kernel = shared(most_dim);
+      const PackedTiles tiles = packed_tiles(p, kernel.rows);
+      if (tiles.heads == p.group() && most_queries(p) <= tiles.queries) add(kernel);
+    }
+    add(few);
+  };
   if (is_default) add_few();
   if (!pages) all.add(queries);
   if (!is_default) add_few();

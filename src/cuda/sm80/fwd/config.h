@@ -95,6 +95,18 @@ struct ForwardTile<Dims512, logits, TileRows::pairs> {
 template <class Dims, Logits logits>
 struct ForwardTile<Dims, logits, TileRows::pages> : ForwardTile<Dims, logits, TileRows::pairs> {};
 
+// One warp for up to 16 rows would leave three without work. A warp has 16 keys at least, so a stage has 32 KB.
+template <Logits logits>
+struct ForwardTile<Dims64, logits, TileRows::few_pairs> : ForwardTile<Dims64, logits, TileRows::pairs> {
+  static constexpr int kKeyWarps = 4, kKeys = 128, kStages = 2;
+};
+template <Logits logits>
+struct ForwardTile<Dims128, logits, TileRows::few_pairs> : ForwardTile<Dims128, logits, TileRows::pairs> {
+  static constexpr int kKeyWarps = 4, kKeys = 64, kStages = 2;
+};
+template <class Dims, Logits logits>
+struct ForwardTile<Dims, logits, TileRows::few_pages> : ForwardTile<Dims, logits, TileRows::few_pairs> {};
+
 // Caches in 8 bits: tiles of up to 16 rows, whose keys the warps share. One warp alone would not turn codes into
 // numbers as fast as they arrive. A stage has the 16 KB that it has in 16 bits, at 256 the double.
 template <class Dims>

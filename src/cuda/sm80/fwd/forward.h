@@ -50,8 +50,8 @@ struct Forward {
   using Precision = typename Kind::Precision;
   using Dims = typename Kind::Dims;
   static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
-                        kGeneral = Kind::kLogits == Logits::general, kPaged = Kind::kTileRows == TileRows::pages,
-                        kPairs = Kind::kTileRows == TileRows::pairs || kPaged;
+                        kGeneral = Kind::kLogits == Logits::general, kPaged = in_pages(Kind::kTileRows),
+                        kPairs = has_pairs(Kind::kTileRows);
   using Operands = ForwardOperands<Precision>;
   static constexpr bool kDrops = kGeneral && !kPairs && Operands::kHasDropout;  // it has dropout
   using Tile = typename Operands::template Tile<Dims, Kind::kLogits, Kind::kTileRows>;

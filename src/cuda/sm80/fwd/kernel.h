@@ -20,14 +20,14 @@ __global__ void __launch_bounds__(Forward<Kind>::kThreads, Forward<Kind>::Tile::
 }
 
 // Calls f with the head dims of a kernel. Above 256 there is none for masked logits, whose tile of the mask has no
-// room, and above 128 none with half the queries.
+// room, and above 128 none with half the queries or few rows.
 template <class Precision, Logits logits, TileRows rows, class F>
 ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
   using Widest = typename ForwardOperands<Precision>::WidestDims;
   constexpr bool kWide = std::is_same_v<Widest, Dims512>;
   if (most_dim <= 64) return f(Dims64{});
-  if (most_dim <= 128 || rows == TileRows::half_queries) return f(Dims128{});
-  if constexpr (rows != TileRows::half_queries) {
+  if (most_dim <= 128 || has_small_dims(rows)) return f(Dims128{});
+  if constexpr (!has_small_dims(rows)) {
     if constexpr (kWide && logits != Logits::masked)
       if (most_dim > 256) return f(Widest{});
     return f(std::conditional_t<kWide, Dims256, Widest>{});

@@ -7,7 +7,7 @@
 //   kExponent          P is multiplied by 2^kExponent
 //   kHasFactors        each token has a factor
 //   kStagesMasks       there are kernels for masked logits
-//   kHasHalfQueries    there are kernels with half as many queries in a tile, for head dims up to 128
+//   kHasHalfQueries    there are kernels with half as many queries in a tile, and for few rows, for head dims up to 128
 //   kHasPairs          there are kernels for few queries
 //   kHasPages          also where k and v lie in pages
 //   kRecomputes        an inf or NaN of v that a mask hides may reach a row, which is then computed again
