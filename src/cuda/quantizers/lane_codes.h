@@ -38,6 +38,31 @@ __device__ AffineScale lane_scale_of(const QuantizeParams& p, Extremes extremes)
   return affine_scale_of(extremes, OCTET_SYMMETRIC, p.range);
 }
 
+// The scales of several rows of the same lanes, from the extremes of each lane.
+template <int Lanes, int Rows, bool Symmetric>
+class LaneScales {
+ public:
+  __device__ LaneScales(const QuantizeParams& p, const Extremes (&extremes)[Rows]) {
+    int32_t low[Rows], high[Rows];
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) low[r] = extremes[r].low, high[r] = extremes[r].high;
+    Extremes own;
+    own.high = reduce_rows<Lanes>(high, [](int32_t a, int32_t b) { return max(a, b); });
+    if constexpr (!Symmetric) own.low = reduce_rows<Lanes>(low, [](int32_t a, int32_t b) { return min(a, b); });
+    const AffineScale scale = lane_scale_of<Symmetric>(p, own);
+    scale_ = {scale.scale}, inverse_ = {scale.inverse}, zero_ = {scale.zero}, shift_ = {scale.shift};
+  }
+  __device__ AffineScale of(int row) const {
+    AffineScale scale;
+    scale.scale = scale_.of(row), scale.inverse = inverse_.of(row);
+    if constexpr (!Symmetric) scale.zero = zero_.of(row), scale.shift = shift_.of(row);
+    return scale;
+  }
+
+ private:
+  OfRows<Lanes, Rows, float> scale_, inverse_, zero_, shift_;
+};
+
 // The codes of a lane; scale(c): of its channel c.
 template <bool Symmetric, class ScaleOf>
 __device__ uint2 codes_of(const QuantizeParams& p, const LaneRow& row, const ScaleOf& scale) {

@@ -3,6 +3,7 @@
 // functions together.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #include "cuda/quantizers/rows.h"
@@ -207,6 +208,37 @@ class LaneTurns {
   float2 across_[kLaneChannels];
 };
 
+// Several rows of the same lanes. A root or a quotient takes a lane as long as twenty sums, so lanes share the rows:
+// each of `Rows` parts of the lanes computes for one of them, and tells the others.
+//
+// Combines a value of each row over all lanes. The first steps also divide the rows among the lanes: lanes exchange
+// those that they leave to each other. The pairs that are combined are those of a butterfly from half the lanes on.
+template <int Lanes, int Rows, class T, class Combine>
+__device__ T reduce_rows(T (&values)[Rows], const Combine& combine) {
+  static_assert(Rows <= Lanes && std::has_single_bit(static_cast<unsigned>(Rows)));
+  int distance = Lanes / 2;
+#pragma unroll
+  for (int kept = Rows / 2; kept; kept /= 2, distance /= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int r = 0; r < kept; ++r) {
+      const T left = upper ? values[r] : values[r + kept], own = upper ? values[r + kept] : values[r];
+      values[r] = combine(own, __shfl_xor_sync(~0u, left, distance));
+    }
+  }
+  T value = values[0];
+#pragma unroll
+  for (; distance; distance /= 2) value = combine(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+
+// What reduce_rows leaves this lane with, or what was made of it, for all lanes.
+template <int Lanes, int Rows, class T>
+struct OfRows {
+  T own;
+  __device__ T of(int row) const { return __shfl_sync(~0u, own, row * (Lanes / Rows), Lanes); }
+};
+
 // Normalises rows (core/quant/norm.h), whose channels all lanes have. With `Halves` RoPE turns all of them.
 template <int Lanes, bool Halves>
 class LaneNorm {
@@ -221,20 +253,26 @@ class LaneNorm {
     if (channels.first < dim_) to_floats(p_.weight.dtype, load_words(p_.weight.dtype, channels, weights), weights_);
   }
 
-  __device__ void normalise(LaneRow& row) const {
+  // Finds what rows are multiplied by before the weights.
+  template <int Rows>
+  __device__ OfRows<Lanes, Rows, float> factors(const LaneRow (&rows)[Rows]) const {
     // Two blocks of a lane are those of two neighbours, or of both halves of the row.
-    float low = sum_of_block<float>([&](int i) { return row[i]; }),
-          high = sum_of_block<float>([&](int i) { return row[kNormBlock + i]; });
-    if constexpr (Halves) low += high;
+    float low[Rows], high[Rows];
 #pragma unroll
-    for (int distance = Lanes / 2; distance; distance /= 2) {
-      low += __shfl_xor_sync(~0u, low, distance);
-      if constexpr (!Halves) high += __shfl_xor_sync(~0u, high, distance);
+    for (int r = 0; r < Rows; ++r) {
+      low[r] = sum_of_block<float>([&](int i) { return rows[r][i]; });
+      high[r] = sum_of_block<float>([&](int i) { return rows[r][kNormBlock + i]; });
+      if constexpr (Halves) low[r] += high[r];
     }
-    if constexpr (!Halves) low += high;
-    const float scale = inverse_rms(low, dim_, p_.eps, [](float x) { return sqrtf(x); });
+    const auto sum = [](float a, float b) { return a + b; };
+    float of_row = reduce_rows<Lanes>(low, sum);
+    if constexpr (!Halves) of_row += reduce_rows<Lanes>(high, sum);
+    return {inverse_rms(of_row, dim_, p_.eps, [](float x) { return sqrtf(x); })};
+  }
+
+  __device__ void normalise(LaneRow& row, float factor) const {
 #pragma unroll
-    for (int c = 0; c < kLaneChannels; ++c) row[c] = row[c] * scale * weights_[c];
+    for (int c = 0; c < kLaneChannels; ++c) row[c] = row[c] * factor * weights_[c];
   }
 
  private:

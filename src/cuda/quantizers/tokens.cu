@@ -15,11 +15,13 @@ constexpr int kTeams = Where == Pairs::none ? 1 : 4;
 // The most heads of a token that a group of lanes takes, one after the other.
 template <Pairs Where>
 constexpr int kHeads = Where == Pairs::none ? 8 : 16;
-// How many of these are loaded before the first is computed, and how many thread blocks then have registers enough.
-template <bool Normed>
-constexpr int kAhead = Normed ? 4 : 2;
+// How many of these are computed together, and how many thread blocks then have registers enough: `Rotates`, where
+// quantized values may be those of a rotation.
 template <Pairs Where, bool Normed>
-constexpr int kResident = Where == Pairs::across || Normed ? kBlocks : kBlocks + 1;
+constexpr int kAhead = Normed && (Where == Pairs::none || Where == Pairs::halves) ? 4 : 2;
+template <Pairs Where, bool Normed, bool Rotates>
+constexpr int kResident = Where == Pairs::across || (Rotates && Where == Pairs::neighbours) || Normed ? kBlocks
+                                                                                                      : kBlocks + 1;
 template <int Lanes, Pairs Where>
 constexpr int kTokens = kThreads / Lanes / kTeams<Where>;
 
@@ -46,8 +48,8 @@ struct TokenRows {
     return {t, steps, size, BatchHead(t, first), token, channels.first};
   }
 
-  // Calls f(whether there is such a row, row, whether its head is the last of its batch) for all rows of x. All lanes
-  // of a warp have as many.
+  // Calls f for `Ahead` rows of x after the other: whether there are such rows, the rows, and whether their heads are
+  // the last of their batches. All lanes of a warp have as many.
   template <int Ahead, class F>
   __device__ void each(const View& x, const HeadSteps& steps, const F& f) const {
     auto from = walk<const char>(x, steps, float_bytes(x.dtype));
@@ -65,13 +67,14 @@ struct TokenRows {
         if (present && head + a < last) words[a] = load_words(x.dtype, channels, from.at());
         from.next(is_last(loaded));
       }
+      bool there[Ahead], lasts[Ahead];
+      LaneRow rows[Ahead] = {};
 #pragma unroll
       for (int a = 0; a < Ahead; ++a) {
-        const bool there = present && head + a < last;
-        LaneRow row = {};
-        if (there) to_floats(x.dtype, words[a], row);
-        f(there, row, is_last(computed));
+        there[a] = present && head + a < last, lasts[a] = is_last(computed);
+        if (there[a]) to_floats(x.dtype, words[a], rows[a]);
       }
+      f(there, rows, lasts);
     }
   }
 };
@@ -98,13 +101,19 @@ class RowMaker {
     }
   }
 
-  // `last`: its head is the last of its batch.
-  __device__ void make(LaneRow& row, bool last) {
+  // `lasts`: their heads are the last of their batches.
+  template <int Rows>
+  __device__ void make(LaneRow (&rows)[Rows], const bool (&lasts)[Rows]) {
     if constexpr (Normed) {
-      if (of_heads_) norm_.load(channels_, weights_.at()), weights_.next(last);
-      norm_.normalise(row);
+      const auto factors = norm_.factors(rows);
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        if (of_heads_) norm_.load(channels_, weights_.at()), weights_.next(lasts[r]);
+        norm_.normalise(rows[r], factors.of(r));
+      }
     }
-    turns_.turn(row);
+#pragma unroll
+    for (LaneRow& row : rows) turns_.turn(row);
   }
 
  private:
@@ -128,7 +137,7 @@ struct TokenSteps {
 };
 
 template <int Lanes, Pairs Where, bool Symmetric, bool Normed>
-__global__ void __launch_bounds__(kThreads, Symmetric ? kResident<Where, Normed> : kBlocks)
+__global__ void __launch_bounds__(kThreads, Symmetric ? kResident<Where, Normed, true> : kBlocks)
     tokens_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ TokenSteps steps, int run) {
   const TokenRows<Lanes, Where> rows(p.codes, p.rows.rope, run);
   const auto& channels = rows.channels;
@@ -141,23 +150,33 @@ __global__ void __launch_bounds__(kThreads, Symmetric ? kResident<Where, Normed>
   __shared__ typename Maker::Sines sines;
   Maker maker(rows, p.rows.rms, p.rows.rope, steps.norm_weight, p.dim(), sines);
   const LaneRotation<Lanes> rotation(p.rows);
-  rows.template each<kAhead<Normed>>(p.rows.x, steps.x, [&](bool present, LaneRow& row, bool last) {
-    maker.make(row, last);
-    if (p.rows.mean.data && present) subtract(channels, mean.at(), p.rows.mean.stride[3], row);
-    if constexpr (Where != Pairs::halves) rotation.rotate(row);  // whose lanes have neighbouring channels
-    Extremes extremes;
-    if (present) add_row<Symmetric>(row, extremes);
-    const AffineScale scale = lane_scale_of<Symmetric>(p, extremes_of_lanes<Lanes, Symmetric>(extremes));
-    if (present) {
-      if (channels.first == 0) {
-        *scales.at() = scale.scale;
-        if (!Symmetric) *zero_points.at() = scale.zero_point(p.how.zero_point_kind);
-      }
-      store_codes(channels, codes_of<Symmetric>(p, row, [&](int) { return scale; }), codes.at());
-    }
-    codes.next(last), scales.next(last), mean.next(last);
-    if (!Symmetric) zero_points.next(last);
-  });
+  constexpr int kRows = kAhead<Where, Normed>;
+  rows.template each<kRows>(
+      p.rows.x, steps.x, [&](const bool(&present)[kRows], LaneRow(&x)[kRows], const bool(&lasts)[kRows]) {
+        maker.make(x, lasts);
+        Extremes extremes[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (p.rows.mean.data && present[r]) subtract(channels, mean.at(), p.rows.mean.stride[3], x[r]);
+          mean.next(lasts[r]);
+          if constexpr (Where != Pairs::halves) rotation.rotate(x[r]);  // whose lanes have neighbouring channels
+          if (present[r]) add_row<Symmetric>(x[r], extremes[r]);
+        }
+        const LaneScales<Lanes, kRows, Symmetric> all(p, extremes);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const AffineScale scale = all.of(r);
+          if (present[r]) {
+            if (channels.first == 0) {
+              *scales.at() = scale.scale;
+              if (!Symmetric) *zero_points.at() = scale.zero_point(p.how.zero_point_kind);
+            }
+            store_codes(channels, codes_of<Symmetric>(p, x[r], [&](int) { return scale; }), codes.at());
+          }
+          codes.next(lasts[r]), scales.next(lasts[r]);
+          if (!Symmetric) zero_points.next(lasts[r]);
+        }
+      });
 }
 
 struct TurnSteps {
@@ -169,18 +188,23 @@ struct TurnSteps {
 };
 
 template <int Lanes, Pairs Where, bool Normed>
-__global__ void __launch_bounds__(kThreads, kResident<Where, Normed>)
+__global__ void __launch_bounds__(kThreads, kResident<Where, Normed, false>)
     turn_kernel(const __grid_constant__ TurnParams p, const __grid_constant__ TurnSteps steps, int run) {
   const TokenRows<Lanes, Where> rows(p.x, p.rope, run);
   auto turned = rows.template walk<char>(p.y, steps.y, float_bytes(p.y.dtype));
   using Maker = RowMaker<Lanes, Where, Normed>;
   __shared__ typename Maker::Sines sines;
   Maker maker(rows, p.rms, p.rope, steps.norm_weight, static_cast<int>(p.x.shape[3]), sines);
-  rows.template each<kAhead<Normed>>(p.x, steps.x, [&](bool present, LaneRow& row, bool last) {
-    maker.make(row, last);
-    if (present) store_row(p.y.dtype, rows.channels, row, turned.at());
-    turned.next(last);
-  });
+  constexpr int kRows = kAhead<Where, Normed>;
+  rows.template each<kRows>(p.x, steps.x,
+                            [&](const bool(&present)[kRows], LaneRow(&x)[kRows], const bool(&lasts)[kRows]) {
+                              maker.make(x, lasts);
+#pragma unroll
+                              for (int r = 0; r < kRows; ++r) {
+                                if (present[r]) store_row(p.y.dtype, rows.channels, x[r], turned.at());
+                                turned.next(lasts[r]);
+                              }
+                            });
 }
 
 // Returns whether lanes can normalise: their weights are whole words.
