@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from octet import _abi, _appending, _plan
+from octet import _abi, _appending, _plan, _quantizing
 from octet._appending import Rope
 from octet._operands import RESULTS, Operands, inputs_of, label, with_gradient
 from octet._options import Options, dtype_name, dtype_of
+from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
 from octet._views import View, memory_order
 from octet.errors import InvalidArgument
@@ -101,6 +102,16 @@ def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> t
     """(o, to), with return_lse (o, to, lse, tlse)"""
     o, lse, to, *tlse = _plan.run(adapter, "jvp", options, by_head(adapter, options, operands), return_lse)
     return (o, to, lse, *tlse) if return_lse else (o, to)
+
+
+def run_quantize(x: Any, norm_weight: Any | None, choices: _quantizing.Choices) -> _quantizing.Parts:
+    """See `octet.quantize`."""
+    return _quantizing.run(adapter, x, norm_weight, choices)
+
+
+def run_dequantize(x: QTensor, dtype: Any) -> Any:
+    """See `octet.dequantize`."""
+    return _quantizing.run_back(adapter, x, dtype)
 
 
 def run_append(operands: Operands, rope: Rope, layout: str) -> Any:

@@ -14,6 +14,8 @@ from octet.torch._append import run_append as run_append
 from octet.torch._attention import run_attention as run_attention
 from octet.torch._attention import run_jvp as run_jvp
 from octet.torch._attention import run_vjp as run_vjp
+from octet.torch._quantizers import run_dequantize as run_dequantize
+from octet.torch._quantizers import run_quantize as run_quantize
 
 __all__ = ["append", "attention", "attention_cached", "attention_jvp", "attention_varlen", "attention_vjp"]
 
