@@ -75,8 +75,8 @@ __device__ float4 times(const float4& o, float x) { return {o.x * x, o.y * x, o.
 
 // Up to kAtOnce splits: a warp computes a row. Batches of many sequences have thousands of rows.
 constexpr int kRowsOfBlock = 4;
-__global__ void __launch_bounds__(32 * kRowsOfBlock) combine_few_kernel(const __grid_constant__ CombineParams a,
-                                                                        unsigned rows) {
+__global__ void __launch_bounds__(32 * kRowsOfBlock)
+    combine_few_kernel(const __grid_constant__ CombineParams a, unsigned rows) {
   const unsigned at = blockIdx.x * kRowsOfBlock + threadIdx.x / 32;
   if (at >= rows) return;
   const Row row(a, at);
