@@ -236,7 +236,7 @@ __device__ T reduce_rows(T (&values)[Rows], const Combine& combine) {
 template <int Lanes, int Rows, class T>
 struct OfRows {
   T own;
-  __device__ T of(int row) const { return __shfl_sync(~0u, own, row * (Lanes / Rows), Lanes); }
+  __device__ T of(int row) const { return Rows == 1 ? own : __shfl_sync(~0u, own, row * (Lanes / Rows), Lanes); }
 };
 
 // Normalises rows (core/quant/norm.h), whose channels all lanes have. With `Halves` RoPE turns all of them.

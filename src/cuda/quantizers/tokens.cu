@@ -15,13 +15,23 @@ constexpr int kTeams = Where == Pairs::none ? 1 : 4;
 // The most heads of a token that a group of lanes takes, one after the other.
 template <Pairs Where>
 constexpr int kHeads = Where == Pairs::none ? 8 : 16;
-// How many of these are computed together, and how many thread blocks then have registers enough: `Rotates`, where
-// quantized values may be those of a rotation.
+// How many of these are loaded before the first is computed, and how many thread blocks then have registers enough:
+// `Rotates`, where quantized values may be those of a rotation.
 template <Pairs Where, bool Normed>
 constexpr int kAhead = Normed && (Where == Pairs::none || Where == Pairs::halves) ? 4 : 2;
 template <Pairs Where, bool Normed, bool Rotates>
 constexpr int kResident = Where == Pairs::across || (Rotates && Where == Pairs::neighbours) || Normed ? kBlocks
                                                                                                       : kBlocks + 1;
+// How many are computed together. Without norm and RoPE one by one is faster. Before 12.0 ptxas finds the registers for
+// four; there it would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMostTogether = 2;
+#else
+constexpr int kMostTogether = 4;
+#endif
+template <Pairs Where, bool Normed, bool Scales>
+constexpr int kTogether = Normed || (Scales && Where != Pairs::none) ? std::min(kAhead<Where, Normed>, kMostTogether)
+                                                                     : 1;
 template <int Lanes, Pairs Where>
 constexpr int kTokens = kThreads / Lanes / kTeams<Where>;
 
@@ -48,9 +58,9 @@ struct TokenRows {
     return {t, steps, size, BatchHead(t, first), token, channels.first};
   }
 
-  // Calls f for `Ahead` rows of x after the other: whether there are such rows, the rows, and whether their heads are
-  // the last of their batches. All lanes of a warp have as many.
-  template <int Ahead, class F>
+  // Calls f for `Together` rows of x after the other, of which `Ahead` are loaded first: whether there are such rows,
+  // the rows, and whether their heads are the last of their batches. All lanes of a warp have as many.
+  template <int Ahead, int Together, class F>
   __device__ void each(const View& x, const HeadSteps& steps, const F& f) const {
     auto from = walk<const char>(x, steps, float_bytes(x.dtype));
     int loaded = first % heads, computed = loaded;
@@ -67,14 +77,17 @@ struct TokenRows {
         if (present && head + a < last) words[a] = load_words(x.dtype, channels, from.at());
         from.next(is_last(loaded));
       }
-      bool there[Ahead], lasts[Ahead];
-      LaneRow rows[Ahead] = {};
 #pragma unroll
-      for (int a = 0; a < Ahead; ++a) {
-        there[a] = present && head + a < last, lasts[a] = is_last(computed);
-        if (there[a]) to_floats(x.dtype, words[a], rows[a]);
+      for (int a = 0; a < Ahead; a += Together) {
+        bool there[Together], lasts[Together];
+        LaneRow rows[Together] = {};
+#pragma unroll
+        for (int r = 0; r < Together; ++r) {
+          there[r] = present && head + a + r < last, lasts[r] = is_last(computed);
+          if (there[r]) to_floats(x.dtype, words[a + r], rows[r]);
+        }
+        f(there, rows, lasts);
       }
-      f(there, rows, lasts);
     }
   }
 };
@@ -150,8 +163,8 @@ __global__ void __launch_bounds__(kThreads, Symmetric ? kResident<Where, Normed,
   __shared__ typename Maker::Sines sines;
   Maker maker(rows, p.rows.rms, p.rows.rope, steps.norm_weight, p.dim(), sines);
   const LaneRotation<Lanes> rotation(p.rows);
-  constexpr int kRows = kAhead<Where, Normed>;
-  rows.template each<kRows>(
+  constexpr int kRows = kTogether<Where, Normed, true>;
+  rows.template each<kAhead<Where, Normed>, kRows>(
       p.rows.x, steps.x, [&](const bool(&present)[kRows], LaneRow(&x)[kRows], const bool(&lasts)[kRows]) {
         maker.make(x, lasts);
         Extremes extremes[kRows];
@@ -195,16 +208,16 @@ __global__ void __launch_bounds__(kThreads, kResident<Where, Normed, false>)
   using Maker = RowMaker<Lanes, Where, Normed>;
   __shared__ typename Maker::Sines sines;
   Maker maker(rows, p.rms, p.rope, steps.norm_weight, static_cast<int>(p.x.shape[3]), sines);
-  constexpr int kRows = kAhead<Where, Normed>;
-  rows.template each<kRows>(p.x, steps.x,
-                            [&](const bool(&present)[kRows], LaneRow(&x)[kRows], const bool(&lasts)[kRows]) {
-                              maker.make(x, lasts);
+  constexpr int kRows = kTogether<Where, Normed, false>;
+  rows.template each<kAhead<Where, Normed>, kRows>(
+      p.x, steps.x, [&](const bool(&present)[kRows], LaneRow(&x)[kRows], const bool(&lasts)[kRows]) {
+        maker.make(x, lasts);
 #pragma unroll
-                              for (int r = 0; r < kRows; ++r) {
-                                if (present[r]) store_row(p.y.dtype, rows.channels, x[r], turned.at());
-                                turned.next(lasts[r]);
-                              }
-                            });
+        for (int r = 0; r < kRows; ++r) {
+          if (present[r]) store_row(p.y.dtype, rows.channels, x[r], turned.at());
+          turned.next(lasts[r]);
+        }
+      });
 }
 
 // Returns whether lanes can normalise: their weights are whole words.
