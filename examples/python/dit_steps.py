@@ -6,7 +6,7 @@
 With --time it times a step of each objective, o's backward pass included, with octet's attention beside torch's math
 attention, as it is and compiled, and rcm's Triton kernel (github.com/NVlabs/rcm) where that can be imported:
 
-    python examples/python/dit_steps.py --time [--attention octet math math-compiled rcm] [--sizes 4096x1 256x256]
+    python examples/python/dit_steps.py --time [--attention octet octet-compiled math math-compiled rcm] [--sizes 4096x1 256x256]
                                         [--width 512] [--depth 4] [--rounds 7] [--output FILE.json]
 
 Sizes are tokens x batch. On a GPU the model is in bf16. The file is what bench/results keeps.
@@ -51,7 +51,12 @@ def rcm_attention():
     return attend
 
 
-ATTENTION = {"octet": octet.attention, "math": math_attention, "math-compiled": math_attention}
+ATTENTION = {
+    "octet": octet.attention,
+    "octet-compiled": octet.attention,
+    "math": math_attention,
+    "math-compiled": math_attention,
+}
 
 
 def norm(x):
@@ -171,7 +176,7 @@ def step_of(name, attention, tokens, batch, options):
     model.by_dual_numbers = attention == "rcm"
     x, noise = (torch.randn(batch, tokens, 2, device=device, dtype=dtype) for _ in range(2))
     loss_of = OBJECTIVES[name][0]
-    loss_of = torch.compile(loss_of) if attention == "math-compiled" else loss_of
+    loss_of = torch.compile(loss_of, dynamic=False) if attention.endswith("-compiled") else loss_of
 
     def step():
         model.zero_grad()
