@@ -78,8 +78,9 @@ constexpr int kRowsOfBlock = 4;
 __global__ void __launch_bounds__(32 * kRowsOfBlock)
     combine_few_kernel(const __grid_constant__ CombineParams a, unsigned rows) {
   const unsigned at = blockIdx.x * kRowsOfBlock + threadIdx.x / 32;
-  if (at >= rows) return;
-  const Row row(a, at);
+  // Shuffles are calls, and registers spill on 8.0, where warps may have ended or branched before them.
+  const bool present = at < rows;
+  const Row row(a, present ? at : rows - 1);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   ptx::griddepcontrol_wait();
   const RowStatistics own = row.statistics(a, lane % kAtOnce);  // every kAtOnce lanes have all of them
@@ -91,12 +92,12 @@ __global__ void __launch_bounds__(32 * kRowsOfBlock)
   float sum = weight;
 #pragma unroll
   for (int lanes = kAtOnce / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  const float scale = row.finish(a, origin, sum, __shfl_sync(~0u, own.row_bias, 0), lane == 0);
   float weights[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) weights[i] = __shfl_sync(~0u, weight, i);
+  const float scale = row.finish(a, origin, sum, __shfl_sync(~0u, own.row_bias, 0), present && lane == 0);
 #pragma unroll 1
-  for (int column = lane * kColumns; column < a.dim_v; column += 32 * kColumns) {
+  for (int column = present ? lane * kColumns : a.dim_v; column < a.dim_v; column += 32 * kColumns) {
     float4 o{};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
