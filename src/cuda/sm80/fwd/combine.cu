@@ -30,12 +30,14 @@ struct Row {
     step = a.heads * a.tokens;
     first = int64_t{batch} * a.splits * step + head * a.tokens + token;
   }
+  // A split beyond the last has the numbers of the last, and no sum: behind branches, 8.0's shuffles are calls.
   __device__ RowStatistics statistics(const CombineParams& a, int split) const {
-    return split < a.splits ? a.statistics[first + split * step] : RowStatistics{};
+    RowStatistics x = a.statistics[first + min(split, a.splits - 1) * step];
+    if (split >= a.splits) x.l = 0.f;
+    return x;
   }
   __device__ float4 o(const CombineParams& a, int split, int column) const {
-    return split < a.splits ? *reinterpret_cast<const float4*>(a.split_o + (first + split * step) * a.dim_v + column)
-                            : float4{};
+    return *reinterpret_cast<const float4*>(a.split_o + (first + min(split, a.splits - 1) * step) * a.dim_v + column);
   }
   // Returns what the weighted sum of o is multiplied by, and writes lse if `writes`.
   __device__ float finish(const CombineParams& a, float origin, float sum, float row_bias, bool writes) const {
@@ -78,7 +80,7 @@ constexpr int kRowsOfBlock = 4;
 __global__ void __launch_bounds__(32 * kRowsOfBlock)
     combine_few_kernel(const __grid_constant__ CombineParams a, unsigned rows) {
   const unsigned at = blockIdx.x * kRowsOfBlock + threadIdx.x / 32;
-  // Shuffles are calls, and registers spill on 8.0, where warps may have ended or branched before them.
+  // Likewise warps beyond the rows do not end before the shuffles.
   const bool present = at < rows;
   const Row row(a, present ? at : rows - 1);
   const int lane = static_cast<int>(threadIdx.x) % 32;
