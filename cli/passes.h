@@ -102,7 +102,7 @@ DType companion_type(DType primal);
 // The type that tensors of a model trained or run in this precision have.
 DType natural_type(Precision precision);
 
-// Inputs of these sizes to time, drawn from N(0, 1) by fixed seeds. The numbers of large tensors repeat after a million.
+// Inputs of these sizes to time, drawn from N(0, 1) by fixed seeds. After a million numbers those of a tensor repeat.
 Inputs draw_inputs(const ProblemShape& shape, Layout layout, DType dtype, bool backward, bool jvp);
 
 // Pairs of query and key that meet, over all batches and heads of q.

@@ -6,8 +6,9 @@
 With --time it times a step of each objective, o's backward pass included, with octet's attention beside torch's math
 attention, as it is and compiled, and rcm's Triton kernel (github.com/NVlabs/rcm) where that can be imported:
 
-    python examples/python/dit_steps.py --time [--attention octet octet-compiled math math-compiled rcm] [--sizes 4096x1 256x256]
-                                        [--width 512] [--depth 4] [--rounds 7] [--output FILE.json]
+    python examples/python/dit_steps.py --time [--attention octet octet-compiled math math-compiled rcm]
+                                        [--sizes 4096x1 256x256] [--width 512] [--depth 4] [--rounds 7]
+                                        [--output FILE.json]
 
 Sizes are tokens x batch. On a GPU the model is in bf16. The file is what bench/results keeps.
 """
