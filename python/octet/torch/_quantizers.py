@@ -13,7 +13,7 @@ from octet._qtensor import Coding, QTensor
 from octet._quantizing import Choices, Parts
 from octet.errors import InvalidArgument
 from octet.torch import _passes
-from octet.torch._adapter import adapter
+from octet.torch._adapter import adapter, is_dtensor
 
 _library = torch.library.Library("octet", "FRAGMENT")
 _library.define(
@@ -89,10 +89,17 @@ for _name, _function, _fake in (
     torch.library.register_fake(f"octet::{_name}", _fake, lib=_library)
 
 
+def _runs_here(tensors: list) -> bool:
+    """Whether no operator is needed; DTensors have none, and are rejected."""
+    if _passes.nobody_listens(*tensors):
+        return True
+    return not torch.compiler.is_compiling() and any(is_dtensor(x) for x in tensors)
+
+
 def run_quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, choices: Choices) -> Parts:
     """See `octet.quantize`."""
     tensors = [x] if norm_weight is None else [x, norm_weight]
-    if _passes.nobody_listens(*tensors):
+    if _runs_here(tensors):
         return _quantizing.run(adapter, x, norm_weight, choices)
     words = choices._replace(hadamard_seed=_signed(choices.hadamard_seed))
     codes, scale, zero_point, mean, statistics = torch.ops.octet.quantize(x, norm_weight, *words)
@@ -108,7 +115,7 @@ def run_quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, choices: Cho
 def run_dequantize(x: QTensor, dtype: torch.dtype) -> torch.Tensor:
     """See `octet.dequantize`."""
     tensors = [part for part in (x.codes, x.scale, x.zero_point, x.mean) if part is not None]
-    if _passes.nobody_listens(*tensors):
+    if _runs_here(tensors):
         return _quantizing.run_back(adapter, x, dtype)
     operand, granularity, kind, block, seed = x.coding
     words = x.format, operand, granularity, kind, block, _signed(seed), x.layout, dtype
