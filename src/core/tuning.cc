@@ -68,6 +68,12 @@ std::string describe_cell(const Problem& p) {
               ", queries ", bucket_text(queries_of(p)), ", keys ", bucket_text(keys_of(p)));
 }
 
+bool has_measured_kind(const Problem& p) {
+  constexpr int64_t kMostDim = 256;
+  return p.precision == OCTET_PRECISION_BF16 && p.pass != OCTET_JVP && p.plain_logits() && !p.packed() && !p.cached() &&
+         !p.dropout && p.dim <= kMostDim && p.dim_v <= kMostDim && (!p.windowed || is_causal(p));
+}
+
 #ifndef OCTET_SM90
 // A build without CUDA kernels has nothing to tune.
 void find_tile(Problem&) {}

@@ -26,8 +26,10 @@ void find_tile(Problem& p);
 std::string tuning_json();
 // The GPU of a problem as files of octet tune name it, as a JSON string, or null where there is none.
 std::string card_json(const Problem& p);
-// "measured" where the default kernels were compared with all others on the GPU of a problem (docs/tuning.md), else
-// "predicted", as a JSON string, or null where there is no GPU.
+// "measured" where the default kernels of calls like this were compared with all others on the GPU of a problem
+// (docs/tuning.md), else "predicted", as a JSON string, or null where there is no GPU.
 std::string default_json(const Problem& p);
+// Whether calls like this one were timed on the card that was measured.
+bool has_measured_kind(const Problem& p);
 
 }  // namespace octet

@@ -154,7 +154,7 @@ std::string card_json(const Problem& p) {
 
 std::string default_json(const Problem& p) {
   const std::string name = p.device == OCTET_CUDA ? card_name(p.device_index) : "";
-  return name.empty() ? "null" : json_string(name == kMeasuredCard ? "measured" : "predicted");
+  return name.empty() ? "null" : json_string(name == kMeasuredCard && has_measured_kind(p) ? "measured" : "predicted");
 }
 
 }  // namespace octet
