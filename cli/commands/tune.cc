@@ -179,7 +179,7 @@ class Lock {
   int descriptor_;
 };
 
-// What the file has, or nothing where it was made for other kernels or is damaged.
+// Returns the content of the file, without cells where it was made for other kernels or is damaged.
 ordered_json read_file(const std::string& path, const std::string& kernels) {
   std::ifstream stream(path);
   if (stream) {

@@ -75,8 +75,8 @@ def tiles(
     Returns:
         {"cell", "call", "card", "default": {"backend", "tile"}, "default_is", "tiles": [{"backend", "tile"}, ...]}:
         `default` is what runs where nothing was tuned, and the first of each backend its own default. default_is:
-        "measured" on cards where it was compared with all others, else "predicted". cell: an opaque name of all calls
-        that share what `octet tune` finds, which `call` describes. card: the GPU, or None. On a CPU there are no tiles
+        "measured" where it was compared with all others on this card, else "predicted". cell: an opaque name of all
+        calls that share what `octet tune` finds, which `call` describes. card: the GPU, or None. On a CPU there are no tiles
         to choose from.
     """
     return json.loads(_plan(kind, q, k, v, keywords).tiles())

@@ -6,8 +6,8 @@
 
 namespace octet {
 
-// Where packed sequences begin: the shape, and what the CPU alone can read, that they ascend from 0 to the tokens of
-// `of`.
+// Reject cu_seqlens of a wrong shape or type, and, in memory of the CPU, those that do not ascend from 0 to `tokens`,
+// the number of tokens of `of`.
 void expect_cu_seqlens(const View& cu_seqlens, const char* label);
 void expect_ascending(const View& cu_seqlens, const char* label, int64_t tokens, const char* of);
 

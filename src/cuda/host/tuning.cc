@@ -59,7 +59,7 @@ struct Found {
 };
 using Cells = std::unordered_map<uint64_t, Found>;
 
-// What a file has for each card. A file that is damaged, or was made for other kernels, has nothing.
+// The cells of a file by card. A file that is damaged, or was made for other kernels, counts as empty.
 struct Tuning {
   std::string path, reason;  // why nothing is read
   std::unordered_map<std::string, Cells> cards;

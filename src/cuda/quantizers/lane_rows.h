@@ -232,7 +232,7 @@ __device__ T reduce_rows(T (&values)[Rows], const Combine& combine) {
   return value;
 }
 
-// What reduce_rows leaves this lane with, or what was made of it, for all lanes.
+// A value of each row. A lane has that of the row which reduce_rows left it, and gets others from their lanes.
 template <int Lanes, int Rows, class T>
 struct OfRows {
   T own;
