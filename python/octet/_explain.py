@@ -76,8 +76,8 @@ def tiles(
         {"cell", "call", "card", "default": {"backend", "tile"}, "default_is", "tiles": [{"backend", "tile"}, ...]}:
         `default` is what runs where nothing was tuned, and the first of each backend its own default. default_is:
         "measured" where it was compared with all others on this card, else "predicted". cell: an opaque name of all
-        calls that share what `octet tune` finds, which `call` describes. card: the GPU, or None. On a CPU there are no tiles
-        to choose from.
+        calls that share what `octet tune` finds, which `call` describes. card: the GPU, or None. On a CPU there are no
+        tiles to choose from.
     """
     return json.loads(_plan(kind, q, k, v, keywords).tiles())
 
