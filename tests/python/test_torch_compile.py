@@ -149,18 +149,68 @@ def test_pairs_packed_sequences_sdpa_and_autocast_compile():
         assert torch.equal(attend(q), octet.attention(q, q, q, precision="int8"))
 
 
-def test_a_compiled_jvp_is_rejected_or_right_but_never_zero():
-    """torch.compile drops the tangents of a custom Function; octet notices while it traces."""
+def tangents(f, primals, directions):
+    """What f gives, and its derivative along the directions, which has no gradient."""
+    made, along = torch.func.jvp(f, primals, directions)
+    return (*made, *(x.detach() for x in along)) if isinstance(made, tuple) else (made, along.detach())
+
+
+COMPILED_JVPS = {
+    "of all": lambda q, k, v, s, t: tangents(octet.attention, (q, k, v), (t, t[:, :2], -t[:, 2:])),
+    "of lse": lambda q, k, v, s, t: tangents(
+        lambda *x: octet.attention(*x, causal="top_left", return_lse=True), (q, k, v), (t, t[:, :2], -t[:, 2:])
+    ),
+    "of q": lambda q, k, v, s, t: tangents(lambda q: octet.attention(q, k, v), (q,), (t,)),
+    "of v": lambda q, k, v, s, t: tangents(lambda v: octet.attention(q, k, v), (v,), (t[:, :2],)),
+    "of one tensor": lambda q, k, v, s, t: tangents(lambda q: octet.attention(q, q, q), (q,), (t,)),
+    "of what is beside it": lambda q, k, v, s, t: tangents(lambda x: x * octet.attention(q, k, v), (q,), (t,)),
+    "of sinks": lambda q, k, v, s, t: tangents(lambda q, s: octet.attention(q, k, v, sinks=s), (q, s), (t, s.detach())),
+    "with a mask": lambda q, k, v, s, t: tangents(
+        lambda q: octet.attention(q, k, v, mask=t[:1, :1, :, :1] > 0), (q,), (t,)
+    ),
+    "with dropout": lambda q, k, v, s, t: tangents(
+        lambda q: octet.attention(q, k, v, dropout_p=0.5, dropout_seed=torch.arange(4, dtype=torch.int32)), (q,), (t,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED_JVPS)
+def test_a_jvp_inside_compiled_code_and_its_gradients(name):
+    """As eager code has them, bit for bit, in one graph."""
+    q, k, v = inputs()
+    sinks, direction = torch.randn(q.shape[1]).requires_grad_(), torch.randn(q.shape)
+    results = []
+    for how in (lambda f: f, compiled):
+        given = [x.detach().clone().requires_grad_() for x in (q, k, v, sinks)]
+        made = how(COMPILED_JVPS[name])(*given, direction)
+        sum(x.square().sum() for x in made if x.requires_grad).backward()
+        results.append([*made, *(x.grad for x in given)])
+        torch._dynamo.reset()
+    for want, got in zip(*results, strict=True):
+        assert (want is None and got is None) or torch.equal(want, got)
+    assert results[0][0].abs().sum() > 0 and results[0][-4].abs().sum() > 0
+
+
+def test_a_compiled_jvp_without_gradients():
+    q, k, v = inputs()
+    with torch.no_grad():
+        call = lambda *x: torch.func.jvp(octet.attention, x, x)
+        for got, want in zip(compiled(call)(q, k, v), call(q, k, v), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_compiled_jvp_has_no_gradient_of_its_tangent():
+    q, k, v = inputs()
+    with pytest.raises(Exception, match="a tangent has no gradient; detach it inside the compiled function"):
+        compiled(lambda *x: torch.func.jvp(octet.attention, x, x))(q, k, v)
+
+
+def test_a_compiled_jvp_beneath_another_transform_is_rejected():
+    """A transform between the jvp and the call hides the tangents, which must not be lost."""
     q, k, v = (x.detach() for x in inputs())
-
-    def tangent(q, k, v):
-        return torch.func.jvp(lambda *x: octet.attention(*x), (q, k, v), (q, k, v))[1]
-
-    with pytest.raises(Exception, match="forward-mode differentiation inside torch.compile"):
-        compiled(tangent)(q, k, v)
-    torch._dynamo.reset()
-    with_breaks = torch.compile(tangent, backend="aot_eager")
-    torch.testing.assert_close(with_breaks(q, k, v), tangent(q, k, v))
+    gradient = torch.func.grad(lambda q: octet.attention(q, k, v).sum())
+    with pytest.raises(Exception, match="through another transform of torch.func"):
+        compiled(lambda q: torch.func.jvp(gradient, (q,), (q,)))(q)
 
 
 @pytest.mark.parametrize("mapped", ["q", "kv", "qkv"])

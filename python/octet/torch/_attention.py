@@ -90,8 +90,9 @@ def attend(operands: Operands, options: Options, *, of_lse: bool, residual: bool
     mask: Any = operands.get("mask")
     if mask is not None and dual:
         expect_no_tangent("mask", mask)
-    if dual and not compiling and _sees_tangents():
-        return _attend_along(operands, options, of_lse, residual)
+    if dual and _sees_tangents():
+        along = _attend_along_in_graph if compiling else _attend_along
+        return along(operands, options, of_lse, residual)
     return _attend(operands, options, of_lse, residual, dual)
 
 
@@ -108,8 +109,8 @@ def _attend(operands: Operands, options: Options, of_lse: bool, residual: bool, 
         return _ops.run("forward", operands, options, residual)  # a Function costs as much again
     if dual and compiling:
         raise Unsupported(
-            "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
-            "octet.attention_jvp there, or take the jvp outside"
+            "forward-mode differentiation inside torch.compile through another transform of torch.func, which hides "
+            "the tangents; call octet.attention_jvp there, or take the jvp outside"
         )
     of_mask = differentiates and mask is not None and mask.requires_grad
     if differentiates and (of_mask or not dual) and not compiling:
@@ -128,15 +129,13 @@ def _sees_tangents() -> bool:
     return innermost is None or innermost.key() == torch._C._functorch.TransformType.Jvp
 
 
+_sees_tangents._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compile runs it, untraced
+
+
 def _attend_along(operands: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
     """The same by one pass for results and tangents, beneath the innermost jvp: a Function with a jvp takes two, and
     under torch.func ten times as long on the host."""
-    given = dict(operands)
-    for name in WITH_TANGENT:
-        if name in operands:
-            given[name], tangent = forward_ad.unpack_dual(operands[name])
-            if tangent is not None:
-                given[f"t{name}"] = tangent
+    given = _unpacked(operands)
     if any(map(torch._C._functorch.is_legacy_batchedtensor, given.values())):  # nothing makes dual tensors of these
         return _attend(operands, options, of_lse, residual, dual=True)
     if not torch._C._are_functorch_transforms_active():
@@ -154,6 +153,29 @@ def _attend_along(operands: Operands, options: Options, of_lse: bool, residual: 
     if tlse is not None and of_lse:
         lse = forward_ad.make_dual(lse, tlse)
     return o, lse, r
+
+
+def _unpacked(operands: Operands) -> Operands:
+    """The operands and their tangents, as far as they have any."""
+    given = dict(operands)
+    for name in WITH_TANGENT:
+        if name in operands:
+            given[name], tangent = forward_ad.unpack_dual(operands[name])
+            if tangent is not None:
+                given[f"t{name}"] = tangent
+    return given
+
+
+def _attend_along_in_graph(operands: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
+    """The same in code that torch.compile traces: by operators, as it takes no Function that declares a jvp, and does
+    not see beneath a jvp which tensors require gradients."""
+    given = _unpacked(operands)
+    if torch.is_grad_enabled():
+        o, lse, r, to, tlse = _ops.run_forward_jvp(given, options, of_lse)
+    else:
+        o, lse, to, tlse = _ops.run("jvp", given, options, of_lse)
+        r = o.new_empty(0)
+    return forward_ad.make_dual(o, to), forward_ad.make_dual(lse, tlse) if of_lse else lse, r
 
 
 def _pair(given: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
@@ -318,6 +340,30 @@ def gradients_of(saved: Operands, do: Any, dlse: Any, options: Options, of_mask:
     given = {"do_": do, **saved} if dlse is None else {"do_": do, **saved, "dlse": dlse}
     made = dict(zip(DIFFERENTIABLE, gradients(given, options, of_mask), strict=True))
     return made | {"mask": made["mask"].to(saved["mask"].dtype) if of_mask else None}
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    """What octet::forward_jvp saves."""
+    operands, ctx.of_lse, ctx.options = _ops.read("jvp", inputs)
+    saved = inputs_of("forward", operands) | dict(zip(RESULTS["forward"], output, strict=False))
+    ctx.names = tuple(saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved.values())
+
+
+def _backward_of_forward_jvp(ctx: Any, do: Any, dlse: Any, _r: Any, dto: Any, dtlse: Any) -> tuple:
+    if dto is not None or dtlse is not None:
+        raise Unsupported(
+            "octet computes first derivatives only: a tangent has no gradient; detach it inside the compiled function, "
+            "which asks for gradients of all that it returns"
+        )
+    saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+    made = gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options)
+    needed = zip(_ops.ARGUMENTS["jvp"], ctx.needs_input_grad, strict=False)  # not those that a call left out at its end
+    return tuple([made.get(name) if needs else None for name, needs in needed])
+
+
+torch.library.register_autograd("octet::forward_jvp", _backward_of_forward_jvp, setup_context=_save_for_backward)
 
 
 class _DualAttention(_Attention):

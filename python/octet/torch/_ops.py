@@ -1,4 +1,4 @@
-"""The passes as operators of torch: octet::forward, octet::backward, octet::jvp.
+"""The passes as operators of torch: octet::forward, octet::backward, octet::jvp; and octet::forward_jvp, two of them.
 
 They are opaque to autograd (_attention.py differentiates them), have fake implementations for torch.compile, and FLOP
 formulas for torch.utils.flop_counter. Results are dense and lie in memory as what they belong to.
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from octet._operands import Operands, operands_of
+from octet._operands import Operands, inputs_of, operands_of
 from octet._options import LAYOUTS, Options
-from octet._results import results
+from octet._results import needs_residual, results
 from octet.torch import _passes, _sharding
 from octet.torch._adapter import adapter
 from octet.torch._text import options_from, text_of
@@ -39,14 +39,16 @@ _SCHEMAS = {
 }
 _LENGTHS, _FLAGS = ("max_seqlen_q", "max_seqlen_k"), ("residual", "extra", "dmask")
 
+_FORWARD_JVP = _SCHEMAS["jvp"].replace("Tensor lse,", "Tensor lse, Tensor r,")
 _library = torch.library.Library("octet", "DEF")
 for _kind, _schema in _SCHEMAS.items():
     _library.define(_kind + _schema, tags=torch.Tag.pt2_compliant_tag)
+_library.define("forward_jvp" + _FORWARD_JVP, tags=torch.Tag.pt2_compliant_tag)
 _OPERATORS = {kind: getattr(torch.ops.octet, kind).default for kind in _SCHEMAS}
 # The arguments of each operator by the names of octet_arguments: before the options, and after them.
-_ARGUMENTS = {kind: _sharding.names_of(operator) for kind, operator in _OPERATORS.items()}
-_FIRST = {kind: names[: names.index("options")] for kind, names in _ARGUMENTS.items()}
-_OPTIONAL = {kind: names[names.index("options") + 1 :] for kind, names in _ARGUMENTS.items()}
+ARGUMENTS = {kind: _sharding.names_of(operator) for kind, operator in _OPERATORS.items()}
+_FIRST = {kind: names[: names.index("options")] for kind, names in ARGUMENTS.items()}
+_OPTIONAL = {kind: names[names.index("options") + 1 :] for kind, names in ARGUMENTS.items()}
 _TENSORS = {kind: tuple([x for x in names if x not in _FLAGS]) for kind, names in _FIRST.items()}
 
 
@@ -72,16 +74,24 @@ def _backward(*args: Any) -> tuple:
         text = args[7]
         given = dict(zip(_FIRST["backward"], args, strict=False))
         return _passes.run("backward", given, options_from(text), False, (text, False))
-    operands, of_mask, options = _read("backward", args)
+    operands, of_mask, options = read("backward", args)
     return _passes.run("backward", operands, options, of_mask)
 
 
 def _jvp(*args: Any) -> tuple:
-    operands, extra, options = _read("jvp", args)
+    operands, extra, options = read("jvp", args)
     return _passes.run("jvp", operands, options, extra)
 
 
-def _read(kind: str, args: tuple) -> tuple[Operands, bool, Options]:
+def _forward_jvp(*args: Any) -> tuple:
+    """(o, lse, o_residual, to, tlse): the tangents of a jvp, and all that a forward pass gives to its backward pass."""
+    operands, of_lse, options = read("jvp", args)
+    *_, to, tlse = run("jvp", operands, options, of_lse)
+    given = inputs_of("forward", operands)
+    return *run("forward", given, options, needs_residual(adapter, options, given["q"])), to, tlse
+
+
+def read(kind: str, args: tuple) -> tuple[Operands, bool, Options]:
     """The operands of an operator, its flag (False: it has none), and its options."""
     n = len(_FIRST[kind])
     operands: Operands = operands_of(**dict(zip(_FIRST[kind], args, strict=False)))
@@ -90,9 +100,9 @@ def _read(kind: str, args: tuple) -> tuple[Operands, bool, Options]:
 
 
 def _fake(kind: str, *args: Any) -> tuple:
-    n = _ARGUMENTS[kind].index(_LENGTHS[0])  # these may be symbols, and no shape depends on them
-    operands, extra, options = _read(kind, args[:n])
-    operands |= {name: x for name, x in zip(_ARGUMENTS[kind][n + 2 :], args[n + 2 :], strict=False) if x is not None}
+    n = ARGUMENTS[kind].index(_LENGTHS[0])  # these may be symbols, and no shape depends on them
+    operands, extra, options = read(kind, args[:n])
+    operands |= {name: x for name, x in zip(ARGUMENTS[kind][n + 2 :], args[n + 2 :], strict=False) if x is not None}
     extra |= operands.pop("dmask", False)
     asked = results(adapter, kind, options, operands, extra)
     device = operands["q"].device
@@ -104,6 +114,7 @@ for _kind, _kernel in (("forward", _forward), ("backward", _backward), ("jvp", _
     for _key in ("CPU", "CUDA"):
         _library.impl(_kind, _kernel, _key)
     torch.library.register_fake(f"octet::{_kind}", functools.partial(_fake, _kind), lib=_library)
+_library.impl("forward_jvp", _forward_jvp, "CompositeExplicitAutograd")
 _sharding.register(_library)
 
 
@@ -122,6 +133,18 @@ def run(kind: str, operands: Operands, options: Options, extra: bool = False) ->
         return _passes.run(kind, operands, options, extra)
     if "torch.distributed.tensor" in sys.modules:
         _register_dtensors()
+    first, more = _arguments(kind, operands, options, extra)
+    return _OPERATORS[kind](*first, **more)
+
+
+def run_forward_jvp(operands: Operands, options: Options, of_lse: bool) -> tuple:
+    """What _forward_jvp gives, by its operator, whose derivative _attention.py registers."""
+    first, more = _arguments("jvp", operands, options, of_lse)
+    return torch.ops.octet.forward_jvp.default(*first, **more)
+
+
+def _arguments(kind: str, operands: Operands, options: Options, extra: bool) -> tuple[list, dict[str, Any]]:
+    """The arguments of the operator of a pass, by their places and by their names."""
     more = dict(operands)
     first = [more.pop(name, None) for name in _TENSORS[kind]]  # a tangent may be absent
     if options.layout == "thd" or "seqused_k" in operands:  # bounds are no part of the text, and may be symbols
@@ -131,7 +154,7 @@ def run(kind: str, operands: Operands, options: Options, extra: bool = False) ->
     flag = () if kind == "backward" else (extra,)
     if kind == "backward" and extra:
         more["dmask"] = True
-    return _OPERATORS[kind](*first, *flag, text, **more)
+    return [*first, *flag, text], more
 
 
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.
@@ -139,7 +162,7 @@ def run(kind: str, operands: Operands, options: Options, extra: bool = False) ->
 
 def _pairs_and_dims(kind: str, args: tuple) -> tuple[int, int, int]:
     """Pairs of a query and a key, over all batches and heads, and the head dims of q and v."""
-    operands, _, options = _read(kind, args)
+    operands, _, options = read(kind, args)
     q, k, v = operands["q"], operands["k"], operands["v"]
     layout = LAYOUTS[options.layout]
     batch, heads, queries, _ = (1 if d < 0 else q.shape[d] for d in layout)
@@ -168,6 +191,6 @@ def _backward_flop(*args: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.octet.jvp, get_raw=True)
 def _jvp_flop(*args: Any, **_: Any) -> int:
     pairs, dim, dim_v = _pairs_and_dims("jvp", args)
-    operands = _read("jvp", args)[0]
+    operands = read("jvp", args)[0]
     of_q, of_k, of_v = ["tq" in operands, "tk" in operands, "tv" in operands]
     return 2 * pairs * ((1 + of_q + of_k) * dim + (1 + (of_q or of_k) + of_v) * dim_v)
