@@ -108,7 +108,7 @@ class Attention(ctypes.Structure):
         ("deterministic", c_uint32),
         ("threads", c_uint32),
         ("backend", c_char_p),
-        ("rounding", c_void_p),
+        ("rounding", POINTER(Rounding)),
         ("dropout_p", c_double),
         ("tile", c_char_p),
     ]

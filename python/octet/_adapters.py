@@ -35,15 +35,19 @@ class Types(Protocol):
         """Whether a comparison of sizes holds; False where they are symbols of a program that is traced."""
 
 
-class Adapter(Types, Protocol):
-    """Arrays of one framework. `Any` is such an array."""
+class Describer(Protocol):
+    """What the library has to know of arrays."""
 
     def view(self, name: str, array: Any) -> View: ...
 
+    def address(self, array: Any) -> int: ...
+
+
+class Adapter(Types, Describer, Protocol):
+    """Arrays of one framework. `Any` is such an array."""
+
     def key(self, array: Any) -> Hashable:
         """All that `view` depends on: equal keys, equal views."""
-
-    def address(self, array: Any) -> int: ...
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> Any:
         """A dense array on the device of `like`; strides count elements."""

@@ -93,7 +93,7 @@ def append(
 
     Raises:
         InvalidArgument: with the choices.
-        Unsupported: QTensors of jax arrays.
+        Unsupported: QTensors of jax arrays, which `octet.attention_cached` takes.
         TypeError: an unknown keyword.
     """
     if unknown:
@@ -149,7 +149,7 @@ def append(
     expect_given(given, "k_cache", "v_cache", "k", "v", "seqused_k")
     framework = _api.framework_of(given)
     if codings and framework.__name__ == "octet.jax":
-        raise Unsupported("k_cache, v_cache: QTensors, which jax programs do not take; use numpy or torch")
+        raise Unsupported("k_cache, v_cache: QTensors, which octet.append takes of numpy and torch, not of jax")
     turned = framework.run_append(given, how, layout)
     if fast:
         fast.remember_append(arguments, how, layout)

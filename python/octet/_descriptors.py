@@ -65,7 +65,7 @@ def attention_of(kind: str, options: Options) -> _abi.Attention:
         backend=options.backend.encode() or None,
         dropout_p=options.dropout_p,
         tile=tile_of(options, kind).encode() or None,
-        rounding=ctypes.addressof(struct_of(options.rounding)) if options.rounding else None,
+        rounding=ctypes.pointer(struct_of(options.rounding)) if options.rounding else None,
     )
 
 

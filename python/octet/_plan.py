@@ -41,8 +41,9 @@ def _coded_key(adapter: Adapter, x: QTensor) -> Hashable:
     return x.format, x.layout, x.dtype, x.coding, *[(name, adapter.key(y)) for name, y in _parts("", x)]
 
 
-def _operands(adapter: Adapter, name: str, x: Any, layout: str, where: View) -> Iterator[Operand]:
-    """`where`: on whose device a Result lies, an array that was not made."""
+def described(adapter: Adapter, name: str, x: Any, layout: str, where: View) -> Iterator[Operand]:
+    """An operand of a call as a plan has it: one array, or the parts of a QTensor. `where`: on whose device a Result
+    lies, an array that was not made."""
     if isinstance(x, Result):
         number = _abi.DTYPES[adapter.dtype_name(x.dtype, name)]
         strides = dense_strides(x.shape, x.order)
@@ -101,7 +102,7 @@ class Call:
     ) -> None:
         made = results(adapter, kind, options, arrays, extra)
         where = adapter.view("q", _first(arrays["q"]))
-        operands = [y for name, x in arrays.items() for y in _operands(adapter, name, x, options.layout, where)]
+        operands = [y for name, x in arrays.items() for y in described(adapter, name, x, options.layout, where)]
         self._adapter = adapter
         all_strides = [dense_strides(x.shape, x.order) for x in made]
         if into:

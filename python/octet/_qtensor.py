@@ -19,6 +19,7 @@ class QTensor:
     """Codes with their scales, made by `octet.quantize`; an operand of attention wherever q, k or v is.
 
     x = scale * codes (symmetric), rotated back if `coding.hadamard_seed`, plus `mean`. All arrays are of one framework.
+    Of jax arrays it is a pytree.
     """
 
     codes: Any  # of x's shape

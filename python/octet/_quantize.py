@@ -7,7 +7,7 @@ from octet._options import Layout, count, expect_constant, look_up, number
 from octet._qtensor import QTensor
 from octet._quantizing import Choices
 from octet._rejections import expect_known
-from octet.errors import InvalidArgument, Unsupported
+from octet.errors import InvalidArgument
 
 _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
@@ -16,8 +16,6 @@ _LAYOUTS = {"bhsd": 0, "bshd": 1}
 def _framework_of(x: Any, **others: Any) -> Any:
     given = {"x": x} | {name: y for name, y in others.items() if y is not None}
     framework = _api.framework_of(given)
-    if framework.__name__ == "octet.jax":
-        raise Unsupported("x: a jax array; quantize numpy.asarray(x), as jax programs take no codes")
     if framework.__name__ == "octet.torch" and not isinstance(x, QTensor):
         for name, y in given.items():
             expect_constant(name, y)
@@ -48,10 +46,10 @@ def quantize(
     """Codes and scales of x: codes = round(rotate(rope(norm(x)) - mean) / scale).
 
     Args:
-        x: [batch, head, token, dim] of float64, float32, float16 or bfloat16, in `layout`; numpy, or torch on the CPU
-            or a CUDA device, which give the same codes.
+        x: [batch, head, token, dim] of float64, float32, float16 or bfloat16, in `layout`; numpy, torch or
+            jax, on the CPU or a CUDA device, which give the same codes.
         operand: which operand of attention x is; granularities depend on it.
-        format: of the codes. "i4" has a code per byte, which numpy and torch hold as int8.
+        format: of the codes. "i4" has a code per byte, which arrays hold as int8.
         granularity: what shares a scale: a (batch, head), a token, a channel (v only), `block` tokens, or the tokens of
             one thread's fragments (q and k only).
         zero_point: "symmetric" for none; "integer" and "float" for i8 and u8. Symmetric u8 holds no negative numbers:
@@ -71,6 +69,7 @@ def quantize(
 
     Raises:
         InvalidArgument: with the choices.
+        Unsupported: a derivative of jax arrays; octet has none.
         TypeError: an unknown keyword.
     """
     expect_known(quantize, unknown)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from octet import _abi
-from octet._adapters import Adapter
+from octet._adapters import Adapter, Describer
 from octet._descriptors import quantization_of, struct, tensor_of
 from octet._library import check, lib
 from octet._options import LAYOUTS
@@ -72,7 +72,7 @@ def shapes_of(choices: Choices, shape: Sequence[int], groups: int) -> Parts:
     )
 
 
-def _described(adapter: Adapter, name: str, array: Any, layout: str = "bhsd") -> _abi.Tensor:
+def _described(adapter: Describer, name: str, array: Any, layout: str = "bhsd") -> _abi.Tensor:
     view = adapter.view(name, array)
     if len(view.shape) != 4:
         raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected 4 dimensions, layout {layout!r}")
@@ -81,7 +81,7 @@ def _described(adapter: Adapter, name: str, array: Any, layout: str = "bhsd") ->
     return tensor
 
 
-def _weights(adapter: Adapter, weights: Any) -> _abi.Tensor:
+def _weights(adapter: Describer, weights: Any) -> _abi.Tensor:
     """The weights of a norm, [dim] or [heads, dim]."""
     view = adapter.view("norm_weight", weights)
     if len(view.shape) not in (1, 2):
@@ -96,7 +96,7 @@ def _empty_like(adapter: Adapter, x: Any, dtype: Any) -> Any:
     return adapter.empty(shape, dense_strides(shape, adapter.order(x)), dtype, x)
 
 
-def _coded(adapter: Adapter, x: QTensor) -> _abi.Tensor:
+def _coded(adapter: Describer, x: QTensor) -> _abi.Tensor:
     """The codes of x with their quantization."""
     how = quantization_of(x.coding)
     for part in ("scale", "zero_point", "mean"):
@@ -108,9 +108,17 @@ def _coded(adapter: Adapter, x: QTensor) -> _abi.Tensor:
     return tensor
 
 
-def run(adapter: Adapter, x: Any, norm_weight: Any | None, choices: Choices) -> Parts:
-    """Quantizes arrays that have memory."""
-    coding = choices.coding()
+def groups_of(choices: Choices, tokens: int) -> int:
+    """How many scales so many tokens of a (batch, head) have."""
+    coding, groups = choices.coding(), ctypes.c_int64()
+    check(lib.octet_scale_groups(coding.operand, coding.granularity, coding.block, tokens, ctypes.byref(groups)))
+    return groups.value
+
+
+def arguments_of(
+    adapter: Describer, x: Any, norm_weight: Any | None, parts: Parts, choices: Choices
+) -> tuple[_abi.Tensor, _abi.Rope, _abi.Tensor, _abi.Tensor | None]:
+    """Those of octet_quantize, but for the stream."""
     embedding = struct(
         _abi.Rope,
         style=_abi.ROPE_STYLES[choices.rope],
@@ -122,25 +130,33 @@ def run(adapter: Adapter, x: Any, norm_weight: Any | None, choices: Choices) -> 
     )
     if norm_weight is not None:
         embedding.norm_weight = ctypes.pointer(_weights(adapter, norm_weight))
-    source = _described(adapter, "x", x, choices.layout)
-    groups = ctypes.c_int64()
-    check(
-        lib.octet_scale_groups(coding.operand, coding.granularity, coding.block, source.shape[2], ctypes.byref(groups))
+    out = QTensor(
+        **parts._asdict(), format=choices.format, coding=choices.coding(), layout=choices.layout, dtype=x.dtype
     )
-    _, *others = shapes_of(choices, tuple(x.shape), groups.value)
+    measured = None if parts.statistics is None else _described(adapter, "statistics", parts.statistics)
+    return _described(adapter, "x", x, choices.layout), embedding, _coded(adapter, out), measured
+
+
+def arguments_back(adapter: Describer, x: QTensor, out: Any) -> tuple[_abi.Tensor, _abi.Tensor]:
+    """Those of octet_dequantize, but for the stream."""
+    return _coded(adapter, x), _described(adapter, "x", out, x.layout)
+
+
+def run(adapter: Adapter, x: Any, norm_weight: Any | None, choices: Choices) -> Parts:
+    """Quantizes arrays that have memory."""
+    groups = groups_of(choices, _described(adapter, "x", x, choices.layout).shape[2])
+    _, *others = shapes_of(choices, tuple(x.shape), groups)
     f32 = adapter.dtype_of("f32")
     parts = Parts(
         _empty_like(adapter, x, adapter.dtype_of(choices.codes_dtype())),
         *[None if shape is None else adapter.empty(shape, contiguous_strides(shape), f32, x) for shape in others],
     )
-    out = QTensor(**parts._asdict(), format=choices.format, coding=coding, layout=choices.layout, dtype=x.dtype)
-    measured = None if parts.statistics is None else _described(adapter, "statistics", parts.statistics)
-    check(lib.octet_quantize(source, embedding, _coded(adapter, out), measured, adapter.stream(x)))
+    check(lib.octet_quantize(*arguments_of(adapter, x, norm_weight, parts, choices), adapter.stream(x)))
     return parts
 
 
 def run_back(adapter: Adapter, x: QTensor, dtype: Any) -> Any:
     """Dequantizes arrays that have memory."""
     out = _empty_like(adapter, x.codes, dtype)
-    check(lib.octet_dequantize(_coded(adapter, x), _described(adapter, "x", out, x.layout), adapter.stream(x.codes)))
+    check(lib.octet_dequantize(*arguments_back(adapter, x, out), adapter.stream(x.codes)))
     return out

@@ -449,10 +449,6 @@ def test_rejections_come_before_the_program_runs(way):
         jax.hessian(lambda q: octet.attention(q, k, v).sum())(q)
     with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
         jax.grad(lambda q: jax.jvp(octet.attention, (q, k, v), (q, k, v))[1].sum())(q)
-    with pytest.raises(octet.Unsupported, match="x: a jax array; quantize numpy.asarray"):
-        octet.quantize(q, "q")
-    with pytest.raises(octet.Unsupported, match="q: a QTensor"):
-        octet.jax.run_attention(None, {"q": octet.quantize(np.asarray(q), "q"), "k": k, "v": v})
     with pytest.raises(octet.InvalidArgument, match="k: a numpy array, but q is one of jax"):
         octet.attention(q, np.asarray(k), v)
 

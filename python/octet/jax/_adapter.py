@@ -12,7 +12,7 @@ import ctypes
 import functools
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,17 +21,17 @@ import numpy as np
 
 from octet import _abi, _library, _numpy
 from octet._descriptors import Plan
-from octet._operands import label
+from octet._operands import Operands, label
 from octet._options import Options, dtype_name, dtype_of
-from octet._rounding import struct_of
+from octet._plan import described
+from octet._qtensor import QTensor
 from octet._versions import expect_version
 from octet._views import View, contiguous_strides
 from octet.errors import Unsupported
 
 expect_version("jax", jax.__version__)
 
-_TARGET = "octet"
-APPEND_TARGET = "octet_append"
+_TARGETS = ("octet", "octet_append", "octet_quantize", "octet_dequantize")
 _ALIGNMENT = 64  # of a workspace
 
 
@@ -112,9 +112,9 @@ def why_no_handlers() -> str:
             f"{path} was built for version {major}.{minor} of XLA's interface, which jax {jax.__version__} does not "
             f"have: its version is {shown}; build octet with the headers of an older jaxlib, or take a newer jax"
         )
-    for target, name in ((_TARGET, "octet_jax"), (APPEND_TARGET, "octet_jax_append")):
+    for target in _TARGETS:
         for platform in ("cpu", "cuda"):
-            handler = jax.ffi.pycapsule(getattr(handlers, f"{name}_{platform}"))
+            handler = jax.ffi.pycapsule(getattr(handlers, f"{target.replace('octet', 'octet_jax', 1)}_{platform}"))
             jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
     return ""
 
@@ -132,54 +132,120 @@ def expect_one_device() -> None:
         )
 
 
+class OnPlatform(JaxAdapter):
+    """Arrays in a program for a platform, "cpu" or "cuda"; XLA knows their addresses when the program runs."""
+
+    def __init__(self, platform: str) -> None:
+        self._platform = platform
+
+    def view(self, name: str, x: Any) -> View:
+        return view_on(name, x, self._platform)
+
+    def address(self, x: Any) -> int:
+        return 0
+
+
+def _without_addresses(
+    arguments: Sequence[ctypes.Structure | None], tensors: Sequence[_abi.Tensor]
+) -> dict[str, np.ndarray]:
+    """The arguments of a function as src/ffi/octet_jax.cc puts them together again. Addresses of this process stay out
+    of the program, which may be kept or exported."""
+    memory = bytearray()
+    places: dict[int, int] = {}
+    pointers: list[int] = []
+
+    def place_text(text: bytes) -> int:
+        place = len(memory)
+        memory.extend(text.ljust((len(text) + 8) // 8 * 8, b"\0"))
+        return place
+
+    def place_of(x: Any) -> int:
+        """Where a struct lies in the memory, which gets it and all that it points to."""
+        if (known := places.get(ctypes.addressof(x))) is not None:
+            return known
+        place = places[ctypes.addressof(x)] = place_text(bytes(x))
+        copy = type(x).from_buffer_copy(x)
+        for name, kind in x._fields_:
+            found = getattr(x, name)
+            is_pointer = hasattr(kind, "contents")
+            if not is_pointer and kind not in (ctypes.c_char_p, ctypes.c_void_p):
+                continue
+            setattr(copy, name, None)
+            if found and kind is not ctypes.c_void_p:  # that of an array, which XLA fills in
+                to = place_of(found.contents) if is_pointer else place_text(found)
+                pointers.extend((place + getattr(type(x), name).offset, to))
+        memory[place : place + ctypes.sizeof(x)] = bytes(copy)
+        return place
+
+    roots = [-1 if x is None else place_of(x) for x in arguments]
+    return {
+        "tensors": np.array([place_of(x) for x in tensors], np.int64),
+        "structs": np.frombuffer(bytes(memory), np.uint8),
+        "pointers": np.array(pointers, np.int64),
+        "arguments": np.array(roots, np.int64),
+    }
+
+
+def compute(
+    target: str,
+    platform: str,
+    arrays: Sequence[Any],
+    results: Sequence[jax.ShapeDtypeStruct],
+    arguments: Sequence[ctypes.Structure | None],
+    tensors: Sequence[_abi.Tensor],
+    by_python: Callable[..., Any],
+    aliases: dict[int, int] | None = None,
+) -> Sequence[jax.Array]:
+    """The results of a function of octet.h in a program for `platform`, "cpu" or "cuda".
+
+    Args:
+        target: the name of the handler.
+        arguments: of the function, which lead to the tensors.
+        tensors: those of arrays, then those of results, of which there may be more.
+        by_python: what gives the results of numpy arrays where there are no handlers.
+        aliases: from numbers of arrays to those of results that lie in their place.
+    """
+    if has_handlers():
+        how = _without_addresses(arguments, tensors)
+        return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})(*arrays, **how)
+    if platform != "cpu":
+        raise Unsupported(f"jax on {platform} needs XLA handlers of octet, but {why_no_handlers()}")
+    expect_one_device()
+    return jax.pure_callback(by_python, results, *arrays)
+
+
 def run(
     kind: str,
     options: Options,
-    names: Sequence[str],
-    arrays: Sequence[jax.Array],
+    operands: Operands,
     results: Sequence[tuple[str, jax.ShapeDtypeStruct]],
     platform: str,
 ) -> Sequence[jax.Array]:
     """The results, in a program for `platform`, "cpu" or "cuda"."""
-    described: list[tuple[str, Any]] = [*zip(names, arrays, strict=True), *results]
-    plan = Plan(kind, options, [(name, view_on(name, x, platform), None) for name, x in described]).anywhere()
-    size = plan.workspace_size()  # raises what the library has against the call
+    arrays, tree = jax.tree.flatten(operands)
     shapes = [x for _, x in results]
-    if has_handlers():
-        # On the CPU the handler allocates: how much depends on the threads that it may use.
-        memory = [jax.ShapeDtypeStruct((size + _ALIGNMENT,), np.uint8)] if platform == "cuda" else []
-        found = _by_xla(plan, options, [name for name, _ in described], arrays, shapes + memory)
-        return found[: len(shapes)]
-    if platform != "cpu":
-        raise Unsupported(f"jax on {platform} needs XLA handlers of octet, but {why_no_handlers()}")
-    expect_one_device()
-    callback = functools.partial(_by_python, kind, options, tuple(name for name, _ in described), tuple(shapes))
-    return jax.pure_callback(callback, shapes, *arrays)
+    plan = _plan_of(OnPlatform(platform), kind, options, jax.tree.unflatten(tree, arrays), results).anywhere()
+    size = plan.workspace_size()  # raises what the library has against the call
+    names = tuple(name for name, _ in results)
+    by_python = functools.partial(_by_python, kind, options, tree, names, tuple(shapes))
+    # On the CPU the handler allocates: how much depends on the threads that it may use.
+    memory = [jax.ShapeDtypeStruct((size + _ALIGNMENT,), np.uint8)] if platform == "cuda" else []
+    arguments = plan.attention, plan.arguments
+    found = compute("octet", platform, arrays, shapes + memory, arguments, plan.tensors, by_python)
+    return found[: len(shapes)]
 
 
-def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, shapes: Any) -> Sequence[jax.Array]:
-    # Addresses of this process stay out of the program, which may be kept or exported: backend and tile travel by name,
-    # a rounding behind octet_attention.
-    tile = (plan.attention.tile or b"").decode()
-    plan.attention.backend = plan.attention.tile = plan.attention.rounding = None
-    rounding = bytes(struct_of(options.rounding)) if options.rounding else b""
-    for name in names:
-        setattr(plan.arguments, name, None)
-    return jax.ffi.ffi_call(_TARGET, shapes)(
-        *arrays,
-        attention=np.frombuffer(bytes(plan.attention) + rounding, np.uint8),
-        arguments=np.frombuffer(bytes(plan.arguments), np.uint8),
-        tensors=np.frombuffer(b"".join(map(bytes, plan.tensors)), np.uint8),
-        offsets=np.array([getattr(_abi.Arguments, name).offset for name in names], np.int64),
-        backend=options.backend,
-        tile=tile,
-    )
+def _plan_of(adapter: Any, kind: str, options: Options, operands: Operands, results: Sequence[tuple[str, Any]]) -> Plan:
+    """The plan of operands, QTensors with their parts, and results in these orders."""
+    where = adapter.view("q", operands["q"].codes if isinstance(operands["q"], QTensor) else operands["q"])
+    given = [y for name, x in operands.items() for y in described(adapter, name, x, options.layout, where)]
+    return Plan(kind, options, [*given, *((name, adapter.view(name, x), None) for name, x in results)])
 
 
-def _by_python(kind: str, options: Options, names: Any, shapes: Any, *arrays: Any) -> list[np.ndarray]:
+def _by_python(kind: str, options: Options, tree: Any, names: Any, shapes: Any, *arrays: Any) -> list[np.ndarray]:
     numpy = _numpy.adapter
     made = [np.empty(x.shape, x.dtype) for x in shapes]
-    operands = [np.asarray(x) for x in arrays] + made
-    plan = Plan(kind, options, [(name, numpy.view(name, x), None) for name, x in zip(names, operands, strict=True)])
-    plan.at(numpy.address(x) for x in operands).run(lambda size: numpy.workspace(size, None), None)
+    given = [np.asarray(x) for x in arrays]
+    plan = _plan_of(numpy, kind, options, jax.tree.unflatten(tree, given), list(zip(names, made, strict=True)))
+    plan.at(map(numpy.address, [*given, *made])).run(lambda size: numpy.workspace(size, None), None)
     return made

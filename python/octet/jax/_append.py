@@ -1,6 +1,7 @@
 """octet.append of jax arrays: a primitive from caches to caches, which are written in place where they are
 donated."""
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -8,16 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
 
 from octet import _abi, _appending, _numpy
 from octet._appending import Rope
 from octet._descriptors import struct
 from octet._operands import Operands
 from octet.errors import Unsupported
-from octet.jax._adapter import APPEND_TARGET, expect_one_device, has_handlers, view_on, why_no_handlers
-from octet.jax._primitives import bind, result_like
+from octet.jax._adapter import compute, view_on
+from octet.jax._primitives import bind, primitive_of, reject_gradients, result_like
 
 _CACHES = ("k_cache", "v_cache")
 
@@ -30,26 +29,19 @@ def _results(names: Sequence[str]) -> tuple[str, ...]:
 def _compute(platform: str, *arrays: Any, names: tuple[str, ...], rope: Rope, layout: str) -> Sequence[Any]:
     given = dict(zip(names, arrays, strict=True))
     shapes = [jax.ShapeDtypeStruct(given[name].shape, given[name].dtype) for name in _results(names)]
-    if not has_handlers():
-        if platform != "cpu":
-            raise Unsupported(f"jax on {platform} needs XLA handlers of octet, but {why_no_handlers()}")
-        expect_one_device()
-        return jax.pure_callback(functools.partial(_by_python, names, rope, layout), shapes, *arrays)
     more = {"k_cache": given["k_cache"], "v_cache": given["v_cache"]} | (
         {"q_turned": given["q"]} if "q" in given else {}
     )
     described = [*given.items(), *more.items()]
     tensors = [_appending.described(name, view_on(name, x, platform), layout) for name, x in described]
-    turn = bytes(_appending.rope_of(rope)) if rope.style != "none" else b""
-    return jax.ffi.ffi_call(
-        APPEND_TARGET, shapes, input_output_aliases={names.index(name): i for i, name in enumerate(_CACHES)}
-    )(
-        *arrays,
-        arguments=np.frombuffer(bytes(struct(_abi.AppendArguments)), np.uint8),
-        rope=np.frombuffer(turn, np.uint8),
-        tensors=np.frombuffer(b"".join(map(bytes, tensors)), np.uint8),
-        offsets=np.array([getattr(_abi.AppendArguments, name).offset for name, _ in described], np.int64),
-    )
+    arguments = struct(_abi.AppendArguments)
+    for (name, _), tensor in zip(described, tensors, strict=True):  # a cache is the result
+        setattr(arguments, name, ctypes.pointer(tensor))
+    if rope.style != "none":
+        arguments.rope = ctypes.pointer(_appending.rope_of(rope))
+    by_python = functools.partial(_by_python, names, rope, layout)
+    in_place = {names.index(name): i for i, name in enumerate(_CACHES)}
+    return compute("octet_append", platform, arrays, shapes, [arguments], tensors, by_python, in_place)
 
 
 def _by_python(names: tuple[str, ...], rope: Rope, layout: str, *arrays: Any) -> list[np.ndarray]:
@@ -58,26 +50,19 @@ def _by_python(names: tuple[str, ...], rope: Rope, layout: str, *arrays: Any) ->
     return [given["k_cache"], given["v_cache"], *([] if turned is None else [turned])]
 
 
-def _reject(what: str, *_: Any, **__: Any) -> Any:
-    raise Unsupported(f"octet.append: {what}")
-
-
-append_p = Primitive("octet_append")
-append_p.multiple_results = True
-append_p.def_impl(functools.partial(xla.apply_primitive, append_p))
-append_p.def_abstract_eval(
-    lambda *arrays, names, **_: [result_like(arrays[0], arrays[names.index(name)]) for name in _results(names)]
-)
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(
-        append_p, mlir.lower_fun(functools.partial(_compute, _platform), multiple_results=True), platform=_platform
+def _batch(*_: Any, **__: Any) -> Any:
+    raise Unsupported(
+        "octet.append: mapped by vmap, allowed: one call for the whole batch, whose caches have a dimension for it"
     )
-batching.primitive_batchers[append_p] = functools.partial(
-    _reject, "mapped by vmap, allowed: one call for the whole batch, whose caches have a dimension for it"
+
+
+append_p = primitive_of(
+    "octet_append",
+    lambda *arrays, names, **_: [result_like(arrays[0], arrays[names.index(name)]) for name in _results(names)],
+    _compute,
+    _batch,
 )
-ad.primitive_jvps[append_p] = functools.partial(
-    _reject, "differentiated, but caches have no gradient; use jax.lax.stop_gradient"
-)
+reject_gradients(append_p, "append")
 
 
 def run_append(operands: Operands, rope: Rope, layout: str) -> tuple[Any, ...]:

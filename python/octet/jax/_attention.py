@@ -13,17 +13,13 @@ from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
 from octet.errors import InvalidArgument, Unsupported
 from octet.jax._adapter import adapter
+from octet.jax._codes import run_coded
 from octet.jax._primitives import backward_p, bind, forward_p, pair_p
 
 
 def _call_of(options: Options, operands: Operands) -> tuple[Options, Operands]:
     """The options and the operands of a primitive, from the arrays of a call."""
     given = dict(operands)
-    for name, x in given.items():
-        if isinstance(x, QTensor):
-            raise Unsupported(
-                f"{name}: a QTensor, which jax programs do not take; use numpy or torch, or octet.dequantize"
-            )
     if "tsinks" in given and "sinks" not in given:
         raise InvalidArgument("tsinks: given without sinks, to which it belongs")
     given = by_head(adapter, options, given)
@@ -31,7 +27,18 @@ def _call_of(options: Options, operands: Operands) -> tuple[Options, Operands]:
         given["dropout_seed"] = _seed_of(given["dropout_seed"])
     if "cu_seqlens_q" in given:
         _expect_lengths(options, given)
-    return _filled(options, given)
+    return (options, given) if _has_codes(given) else _filled(options, given)
+
+
+def _has_codes(operands: Operands) -> bool:
+    return any(isinstance(x, QTensor) for x in operands.values())
+
+
+def _expect_numbers(operands: Operands) -> None:
+    """Rejects QTensors where there is a derivative."""
+    for name, x in operands.items():
+        if isinstance(x, QTensor):
+            raise Unsupported(f"{name}: a QTensor, of which jax programs have no derivative; use octet.dequantize")
 
 
 def _seed_of(x: Any) -> Any:
@@ -46,7 +53,7 @@ def _expect_lengths(options: Options, given: Operands) -> None:
     """Has the library check sequence lengths that are known now; on the CPU it checks others when the program runs."""
     lengths = {name: x for name, x in given.items() if KINDS[name] == "lengths"}
     known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in lengths.values())
-    if not known or given["q"].ndim != 3 or given["k"].ndim != 3:
+    if not known or any(len(given[name].shape) != 3 for name in "qk"):
         return
     # Arrays of no heads: nothing is computed.
     q, k = (np.empty((given[name].shape[0], 0, 8), np.float32) for name in ("q", "k"))
@@ -73,12 +80,15 @@ def _cut(x: Any, like: Any) -> Any:
 def run_attention(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:
     """(o, lse)"""
     options, given = _call_of(options, operands)
+    if _has_codes(given):
+        return run_coded(options, given)
     o, lse, _ = bind(forward_p, *given.values(), names=tuple(given), options=options, residual=False)
     return _cut(o, operands["v"]), lse
 
 
 def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) -> tuple[Any, ...]:
     """(dq, dk, dv), dsinks where there are sinks, and dmask where it is asked for"""
+    _expect_numbers(operands)
     options, given = _call_of(options, operands)
     how = {"options": options, "residual": needs_residual(adapter, options, given["q"])}
     forward = inputs_of("forward", given)
@@ -92,6 +102,7 @@ def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) ->
 
 def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:
     """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents are not"""
+    _expect_numbers(operands)
     options, given = _call_of(options, operands)
     forward = inputs_of("forward", given)
     given = forward | {name: x for name, x in given.items() if name not in forward}  # tangents come last

@@ -15,7 +15,7 @@ All operands of a primitive vary over the same axes of a mesh, as those of jax's
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,7 +77,7 @@ def _compute(
     if all(math.prod(x.shape) == 0 for _, x in made):
         found = {name: jnp.zeros(x.shape, x.dtype) for name, x in made}
     else:
-        computed = run(kind, options, tuple(operands), tuple(operands.values()), made, platform)
+        computed = run(kind, options, operands, made, platform)
         found = dict(zip((name for name, _ in made), computed, strict=True))
     if not residual and "o_residual" in shapes:
         found["o_residual"] = jnp.zeros(0, shapes["o_residual"].dtype)
@@ -113,8 +113,8 @@ def _whole(dimensions: int) -> jax.sharding.PartitionSpec:
 
 
 def _batch(
-    primitive: Primitive,
     kind: str,
+    primitive: Primitive,
     arrays: Any,
     dims: Any,
     *,
@@ -143,11 +143,40 @@ def _batch(
     return list(map(fold.result, results, found, shapes)), [0] * len(results)
 
 
-def _primitive(kind: str) -> Primitive:
-    primitive = Primitive(f"octet_{kind}")
+def primitive_of(
+    name: str, abstract: Callable[..., Any], program: Callable[..., Any], batch: Callable[..., Any]
+) -> Any:
+    """A new primitive.
+
+    Args:
+        abstract: the abstract values of its results, from those of its operands.
+        program: of the name of a platform and the operands, gives the results.
+        batch: the rule of vmap, of the primitive, its operands and their mapped dimensions.
+    """
+    primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract)
+    for platform in ("cpu", "cuda"):
+        lowered = mlir.lower_fun(functools.partial(program, platform), multiple_results=True)
+        mlir.register_lowering(primitive, lowered, platform=platform)
+    batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
+    return primitive
 
+
+def reject_gradients(primitive: Primitive, name: str) -> None:
+    """The primitive of a function of octet has no derivative."""
+
+    def rule(primals: Any, tangents: Any, **how: Any) -> Any:
+        if not all(map(_is_constant, tangents)):
+            raise Unsupported(f"octet.{name}: differentiated, but it has no gradient; use jax.lax.stop_gradient")
+        found = bind(primitive, *primals, **how)
+        return found, [_zero(x) for x in found]
+
+    ad.primitive_jvps[primitive] = rule
+
+
+def _primitive(kind: str) -> Any:
     def abstract(*arrays: Any, names: Any, options: Options, residual: bool, of_mask: bool = False) -> list[Any]:
         if len({x.mat.varying for x in arrays}) > 1:
             axes = {name: set(x.mat.varying) for name, x in zip(names, arrays, strict=True)}
@@ -155,12 +184,8 @@ def _primitive(kind: str) -> Primitive:
         shapes = _shapes(_results(kind, names, of_mask), dict(zip(names, arrays, strict=True)), options, residual)
         return [result_like(arrays[0], x) for x in shapes]
 
-    primitive.def_abstract_eval(abstract)
-    for platform in ("cpu", "cuda"):
-        program = mlir.lower_fun(functools.partial(_compute, kind, platform), multiple_results=True)
-        mlir.register_lowering(primitive, program, platform=platform)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, kind)
-    return primitive
+    program, batch = functools.partial(_compute, kind), functools.partial(_batch, kind)
+    return primitive_of(f"octet_{kind}", abstract, program, batch)
 
 
 forward_p, tangent_p, backward_p, pair_p = map(_primitive, ("forward", "tangent", "backward", "pair"))
