@@ -2,7 +2,7 @@
 torch's memory-efficient attention: same process, same inputs, in alternating rounds, CUDA events around groups of
 launches, medians. Before it times, it holds octet to float64 attention on smaller tensors.
 
-    bench/gpu_general.py [--only flash,f32,jvp,masks,few_queries,eight_bits] [--rounds N]
+    bench/gpu_general.py [--only flash,f32,jvp,masks,few_queries,eight_bits,eight_bit_forward] [--rounds N]
                          [--library build/release/src/liboctet.so] [--output FILE]
 
 FLOPs are those of the two products forward, 4 b h n m d, halved under a causal mask, times 2.5 backward and 3 for a
@@ -203,27 +203,33 @@ def error_of_o(p, o):
     return relative(o[:, :, ::128], p.logits(q, k).softmax(-1) @ v)
 
 
-def eight_bits(library, shapes, options):
-    """Precisions of 8 bits beside bf16, torch and, without a mask, the peers of 8 bits; int8's backward pass.
-
-    Ratios are to octet in bf16."""
-    peers = eight_bit_peers()
+def eight_bit_forward(library, shapes, options):
+    """Precisions of 8 bits beside bf16, by octet's own choice ("octet") and by sm80, beside torch and, without a mask,
+    the peers of 8 bits. Ratios are to "octet", bf16 by octet's own choice."""
     for shape in shapes:
         for causal in (False, True):
             p = Problem(shape, shape, torch.bfloat16, causal)
-            ours, torchs = General(library, p), Torch(p)
-            eight = {x: General(library, p, training=False, precision=x) for x in EIGHT_BITS}
-            calls = {"octet": ours.forward, "torch": torchs.forward} | {x: y.forward for x, y in eight.items()}
-            row = {}
+            ours = {}
+            for prefix, backend in (("", None), ("sm80 ", b"sm80")):
+                for x in ("bf16", *EIGHT_BITS):
+                    ours[prefix + x] = General(library, p, backend, training=False, precision=x)
+            ours = {"octet": ours.pop("bf16")} | ours
+            calls, row = {name: x.forward for name, x in ours.items()} | {"torch": Torch(p, training=False).forward}, {}
             if not causal:
                 # SageAttention subtracts the mean from k in place: peers have copies.
                 copies = [x.clone() for x in (p.q, p.k, p.v)]
-                calls |= {x: lambda copies=copies, f=f: f(*copies) for x, (_, f) in peers.items()}
-                results = {x: call() for x, call in calls.items()}
-                results |= {x: y.o for x, y in eight.items()} | {"octet": ours.o}
-                row["errors"] = {x: error_of_o(p, o) for x, o in results.items()}
+                calls |= {name: lambda c=copies, f=f: f(*c) for name, (_, f) in eight_bit_peers().items()}
+                results = {name: call() for name, call in calls.items()} | {name: x.o for name, x in ours.items()}
+                row["errors"] = {name: error_of_o(p, o) for name, o in results.items()}
             yield describe(time(row, calls, options), shape, torch.bfloat16, "forward", 1, causal)
-            int8 = General(library, p, precision="int8")
+
+
+def eight_bits(library, shapes, options):
+    """int8's training: its forward pass and its backward pass beside those of bf16. Ratios are to octet in bf16."""
+    for shape in shapes:
+        for causal in (False, True):
+            p = Problem(shape, shape, torch.bfloat16, causal)
+            ours, torchs, int8 = General(library, p), Torch(p), General(library, p, precision="int8")
             for which, factor in (("training", 1), ("backward", 2.5)):
                 calls = {"octet": getattr(ours, which), "int8": getattr(int8, which)}
                 calls |= {"torch": torchs.backward} if which == "backward" else {}
@@ -299,6 +305,7 @@ def main():
         "jvp": lambda: jvps(library, GPU_GENERAL, options),
         "masks": lambda: masks(library, GPU_GENERAL, options),
         "few_queries": lambda: few_queries(library, options),
+        "eight_bit_forward": lambda: eight_bit_forward(library, GPU_GENERAL_EIGHT_BITS, options),
         "eight_bits": lambda: eight_bits(library, GPU_GENERAL_EIGHT_BITS, options),
         "f32": lambda: passes(library, GPU_GENERAL_F32, torch.float32, options),
     }
