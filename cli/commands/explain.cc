@@ -1,4 +1,5 @@
-// octet explain: which backend and kernel would run, and why each better one would not. No data is needed.
+// octet explain: which backend and kernel would run, why each better one would not, and whether 8 bits would be faster.
+// No data is needed.
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "commands/commands.h"
+#include "eight_bits.h"
 #include "options.h"
 #include "passes.h"
 #include "place.h"
@@ -16,7 +18,7 @@ namespace octet::cli {
 namespace {
 
 struct ExplainOptions {
-  std::string shape, precision = "bf16", passes = "fwd", dtype;
+  std::string shape, precision = "bf16", passes = "fwd", dtype, card;
   bool json = false;
   AttentionOptions attention;
 };
@@ -87,8 +89,15 @@ nlohmann::ordered_json answer_of(const std::string& line) {
           {"detail", line.substr(comma + 2)}};
 }
 
+// The name of the GPU that tensors lie on; empty on the CPU and without a GPU.
+std::string card_of(const DeviceName& device) {
+  const nlohmann::json gpus = nlohmann::json::parse(info()).at("gpus");
+  const auto index = static_cast<std::size_t>(device.index);
+  return device.kind == Device::cuda && index < gpus.size() ? gpus[index].at("name").get<std::string>() : "";
+}
+
 nlohmann::ordered_json to_json(const ProblemShape& s, DType dtype, Pass pass, Precision precision,
-                               const std::string& text) {
+                               const std::string& text, const nlohmann::ordered_json& of_8_bits) {
   const Choice choice = chosen(text);
   nlohmann::ordered_json answers = nlohmann::ordered_json::array();
   for (const std::string& line : split(text, '\n'))
@@ -102,7 +111,8 @@ nlohmann::ordered_json to_json(const ProblemShape& s, DType dtype, Pass pass, Pr
           {"dtype", name(dtype)},
           {"backend", or_null(choice.backend)},
           {"kernel", or_null(choice.kernel)},
-          {"answers", answers}};
+          {"answers", answers},
+          {"eight_bits", of_8_bits}};
 }
 
 void explain_command(ExplainOptions& options) {
@@ -111,6 +121,8 @@ void explain_command(ExplainOptions& options) {
   if (shape.dim <= kLargestDim) shape.dim = filled_dim(shape.dim);
   const auto precisions = parse_precisions(options.precision);
   options.attention.expect_used(precisions);
+  if (!options.card.empty()) expect_known_card(options.card);
+  const std::string card = options.card.empty() ? card_of(options.attention.device()) : options.card;
   std::vector<nlohmann::ordered_json> objects;
   std::vector<std::string> declined;
   std::size_t count = 0;
@@ -125,14 +137,18 @@ void explain_command(ExplainOptions& options) {
       const std::string asked = fmt::format("{} {} {}", name(pass), name(precision), name(dtype));
       if (chosen(text).backend.empty()) declined.push_back(asked);
       ++count;
+      const bool has_8_bits = pass == Pass::forward && !card.empty();
+      const nlohmann::ordered_json of_8_bits =
+          has_8_bits ? eight_bits(card, chosen(text).backend, given, options.attention.causal()) : nullptr;
       if (options.json) {
-        objects.push_back(to_json(given, dtype, pass, precision, text));
+        objects.push_back(to_json(given, dtype, pass, precision, text, of_8_bits));
         continue;
       }
       const std::string filled = shape.dim == given.dim ? "" : fmt::format(", its head dim as {}", shape.dim);
       fmt::print("{}, shape {}{}\n", asked, options.shape, filled);
       for (const std::string& line : split(text, '\n'))
         if (!line.empty()) fmt::print("  {}\n", line);
+      if (has_8_bits) fmt::print("  8 bits: {}\n", describe_eight_bits(card, of_8_bits));
     }
   if (options.json) print_json(objects);
   // "all" asks for what there is.
@@ -144,8 +160,9 @@ void explain_command(ExplainOptions& options) {
 }  // namespace
 
 void add_explain(CLI::App& app) {
-  CLI::App* command =
-      app.add_subcommand("explain", "Which backend and kernel would run for a shape, and why the others not");
+  CLI::App* command = app.add_subcommand("explain",
+                                         "Which backend and kernel would run for a shape, why the others not, and "
+                                         "whether 8 bits would be faster");
   const auto options = std::make_shared<ExplainOptions>();
   command->add_option("--shape", options->shape, "Batch, heads of q, heads of k and v, queries, keys, head dim")
       ->type_name("b,hq,hkv,sq,sk,d")
@@ -157,9 +174,17 @@ void add_explain(CLI::App& app) {
       ->add_option("--dtype", options->dtype,
                    "Type of q, k, v: f32, f16, bf16, e4m3; f64 with precision f64  [the precision's]")
       ->type_name("T");
-  command->add_flag("--json", options->json,
-                    "Print an array of {shape, precision, pass, dtype, backend, kernel, answers}; answers: an array of "
-                    "{backend, answer, detail}, answer: chosen, could or no");
+  command
+      ->add_option(
+          "--card", options->card,
+          "Say of this card how fast forward passes of 8 bits are beside bf16, measured or predicted  [the GPU "
+          "of the tensors]")
+      ->type_name("NAME");
+  command->add_flag(
+      "--json", options->json,
+      "Print an array of {shape, precision, pass, dtype, backend, kernel, answers, eight_bits}; answers: an "
+      "array of {backend, answer, detail}, answer: chosen, could or no; eight_bits: {card, measured, "
+      "backend, dim, tokens, causal, times_as_fast_as_bf16} or null");
   command->footer("Exits with status 1 where no backend computes what is asked for, of --precision all: any of it.");
   options->attention.add_to(*command);
   command->callback([options] { explain_command(*options); });

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import subprocess
 
 import numpy as np
@@ -20,6 +22,7 @@ from conftest import (
     write_safetensors,
 )
 
+ROOT = pathlib.Path(__file__).parents[2]
 CHECK_KEYS = [
     "file",
     "precision",
@@ -297,6 +300,7 @@ def test_explain_as_json():
         "backend": "cpu",
         "kernel": kernel,
         "answers": [{"backend": "cpu", "answer": "chosen", "detail": kernel}],
+        "eight_bits": None,
     }
     both = ["--precision", "bf16,fp8_raw", "--pass", "fwd,bwd"]
     done = octet("explain", "--shape", "1,2,2,64,64,64", *both, "--backend", "cpu", "--json")
@@ -312,6 +316,58 @@ def test_explain_as_json():
     assert rows[3]["answers"][0]["detail"].startswith(
         "precision fp8_raw has no backward pass; those that have: f64, f32"
     )
+
+
+def about_8_bits(card, shape, *arguments):
+    """The line of octet explain on 8 bits, and what it is as JSON."""
+    asked = "explain", "--card", card, "--shape", shape, *arguments
+    (found,) = json.loads(run_ok(*asked, "--json"))
+    return run_ok(*asked).splitlines()[-1].removeprefix("  8 bits: "), found["eight_bits"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("bench/results/forward-in-8-bits-*.json")), ids=lambda x: x.stem)
+def test_explain_has_the_speeds_of_8_bits_that_were_measured(path):
+    result = json.loads(path.read_text())
+    for r in result["rows"]:
+        shape = f"{r['batch']},{r['heads']},{r['heads']},{r['tokens']},{r['tokens']},{r['dim']}"
+        line, found = about_8_bits(result["gpu"], shape, *["--causal"] * r["causal"])
+        prefix = "sm80 " if found["backend"] == "sm80" else ""
+        bf16 = r["ms"][f"{prefix}bf16" if prefix else "octet"]
+        times = {x: bf16 / r["ms"][prefix + x] for x in ("int8_f16", "int8", "int8_fp8", "fp8")}
+        assert found["times_as_fast_as_bf16"] == {x: pytest.approx(y, abs=0.0051) for x, y in times.items()}
+        assert [found[x] for x in ("card", "measured", "dim", "tokens", "causal")] == [
+            *(result["gpu"], result["date"], r["dim"], r["tokens"], r["causal"])
+        ]
+        fastest = max(times, key=times.get)
+        mask = "causal" if r["causal"] else "no mask"
+        assert line.startswith(f"{fastest} {found['times_as_fast_as_bf16'][fastest]:.2f}, ")
+        assert f"measured on {result['gpu']}, {result['date']}, with {found['backend']} at head dim {r['dim']}" in line
+        assert line.endswith(f" and {r['tokens']} tokens, {mask}")
+
+
+def test_explain_has_the_speeds_of_8_bits_that_are_predicted():
+    """Those of the table of predictions, of which it says that nobody has measured them."""
+    text = (ROOT / "docs/kernels/general_8bit.md").read_text()
+    numbers = re.search(r"\| RTX 3090, 4090 \|(.*)\|", text).group(1).split("|")
+    for card in ("RTX 3090", "NVIDIA GeForce RTX 4090", "4090"):
+        for dim, of_dim in ((64, numbers[:3]), (100, numbers[3:])):
+            line, found = about_8_bits(card, f"1,8,8,9000,9000,{dim}", "--causal")
+            assert found["times_as_fast_as_bf16"] == dict(
+                sorted(zip(("int8_f16", "int8", "int8_fp8"), map(float, of_dim), strict=True), key=lambda x: -x[1])
+            )
+            assert found["measured"] is None and not found["causal"]
+            assert "predicted for RTX " in line and "where nobody has measured it" in line and "no mask" in line
+
+
+def test_explain_says_where_nothing_is_known_of_8_bits():
+    for shape in ("1,8,8,9000,9000,256", "1,8,8,1,9000,128", "1,8,8,500,500,64"):
+        line, found = about_8_bits("A100", shape)
+        assert line == "neither measured nor predicted for this shape on A100" and found is None
+    plain = run_ok("explain", "--shape", "1,8,8,9000,9000,64")
+    backward = run_ok("explain", "--shape", "1,8,8,9000,9000,64", "--pass", "bwd", "--card", "A100")
+    assert "8 bits" not in plain + backward
+    done = octet("explain", "--shape", "1,8,8,9000,9000,64", "--card", "Arc A770")
+    assert done.returncode == 2 and '--card: found "Arc A770", allowed: ' in done.stderr and "A100" in done.stderr
 
 
 @pytest.mark.parametrize(
