@@ -100,7 +100,7 @@ std::optional<std::string> quantized_unsupported_reason(const Problem& p, const 
     if (trains && (t->dtype == OCTET_I8 || t->dtype == OCTET_U8))
       return text(label, " is quantized ", name(t->dtype), "; its ", name(p.precision), " ",
                   p.pass == OCTET_BACKWARD ? "backward pass" : "forward pass with o_residual",
-                  " takes f32, f16, bf16 and e4m3");
+                  " takes f32, f16, bf16 and e4m3; octet_dequantize gives these");
   }
   return {};
 }
@@ -124,7 +124,9 @@ Answer plan(const Problem& p, void* workspace) {
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
   if (p.smooth_q && numerics.formats == kInt8Training)
-    return text("smooth_q is on; its int8 forward pass with o_residual takes auto and off");
+    return text(
+        "smooth_q is on; its int8 forward pass with o_residual takes auto and off, as the backward pass that reads its o "
+        "and lse smooths no q");
   if (auto reason = bias_correction_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = missing_exact_output(p)) return std::move(*reason);
   const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {
