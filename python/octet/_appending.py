@@ -53,6 +53,20 @@ def rope_of(rope: Rope) -> _abi.Rope:
     return struct(_abi.Rope, style=_abi.ROPE_STYLES[rope.style], dim=rope.dim, offset=rope.offset, base=rope.base)
 
 
+def arguments_of(tensors: dict[str, _abi.Tensor], rope: Rope) -> _abi.AppendArguments:
+    """octet_append_arguments of described arrays; k_scale and v_scale are those of the caches."""
+    given = dict(tensors)
+    for name in ("k", "v"):
+        if f"{name}_scale" in given:
+            how = quantization_of(Coding(_abi.OPERANDS[name], _abi.GRANULARITIES["token"]))
+            how.scale = ctypes.pointer(given.pop(f"{name}_scale"))
+            given[f"{name}_cache"].quantization = ctypes.pointer(how)
+    arguments = struct(_abi.AppendArguments, **{name: ctypes.pointer(x) for name, x in given.items()})
+    if rope.style != "none":
+        arguments.rope = ctypes.pointer(rope_of(rope))
+    return arguments
+
+
 class Call:
     """An append of such arrays. Not to be shared between threads: addresses are written into it."""
 
@@ -67,16 +81,8 @@ class Call:
             name: described(name, adapter.view(name, x), layout) for name, x in self._with_turned(operands).items()
         }
         self._tensors = list(tensors.values())
-        for name in ("k", "v"):
-            if f"{name}_scale" in tensors:
-                how = quantization_of(Coding(_abi.OPERANDS[name], _abi.GRANULARITIES["token"]))
-                how.scale = ctypes.pointer(tensors.pop(f"{name}_scale"))
-                tensors[f"{name}_cache"].quantization = ctypes.pointer(how)
-        arguments = struct(_abi.AppendArguments, **{name: ctypes.pointer(x) for name, x in tensors.items()})
-        if rope.style != "none":
-            arguments.rope = ctypes.pointer(rope_of(rope))
-        self._arguments = arguments
-        self._reference = ctypes.byref(arguments)
+        self._arguments = arguments_of(tensors, rope)
+        self._reference = ctypes.byref(self._arguments)
 
     def _with_turned(self, operands: Operands) -> Operands:
         if not self._turned:

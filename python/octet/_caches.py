@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api
@@ -10,7 +11,7 @@ from octet._operands import expect_given, operands_of
 from octet._options import AttentionOptions, Layout, count, look_up, number, truth
 from octet._qtensor import QTensor
 from octet._rejections import expect_known
-from octet.errors import InvalidArgument, Unsupported
+from octet.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -32,11 +33,16 @@ def _in_one_batch_element(name: str, x: Any) -> Any:
     return x[None]
 
 
-def _of_tokens(made: Any, packed: bool) -> Any:
-    """What an append returns, with packed queries as they came."""
-    if not packed or made is None:
-        return made
-    return (*made[:2], *(q[0] for q in made[2:])) if isinstance(made, tuple) else made[0]
+def _of_tokens(made: Any, packed: bool, *caches: Any) -> Any:
+    """What an append returns, with packed queries as they came; of jax arrays new caches, QTensors as the old ones."""
+    if not isinstance(made, dict):
+        return made[0] if packed and made is not None else made
+    new: list[Any] = []
+    for name, cache in zip("kv", caches, strict=True):
+        codes = made[f"{name}_cache"]
+        is_coded = isinstance(cache, QTensor)
+        new.append(dataclasses.replace(cache, codes=codes, scale=made[f"{name}_scale"]) if is_coded else codes)
+    return *new, *(made[name][0] if packed else made[name] for name in made if name == "q")
 
 
 def append(
@@ -93,7 +99,7 @@ def append(
 
     Raises:
         InvalidArgument: with the choices.
-        Unsupported: QTensors of jax arrays, which `octet.attention_cached` takes.
+        Unsupported: a derivative or vmap of jax arrays.
         TypeError: an unknown keyword.
     """
     if unknown:
@@ -148,12 +154,10 @@ def append(
                 )
     expect_given(given, "k_cache", "v_cache", "k", "v", "seqused_k")
     framework = _api.framework_of(given)
-    if codings and framework.__name__ == "octet.jax":
-        raise Unsupported("k_cache, v_cache: QTensors, which octet.append takes of numpy and torch, not of jax")
     turned = framework.run_append(given, how, layout)
     if fast:
         fast.remember_append(arguments, how, layout)
-    return _of_tokens(turned, packed)
+    return _of_tokens(turned, packed, k_cache, v_cache)
 
 
 def attention_cached(

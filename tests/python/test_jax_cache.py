@@ -1,6 +1,7 @@
 """octet.append and octet.attention_cached of jax arrays: numpy's numbers, in programs, and in place where caches are
 donated."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -117,6 +118,31 @@ def test_append_of_packed_tokens():
     assert equal(run(*arrays), (*caches, turned))
 
 
+@pytest.mark.parametrize("format", ["i8", "e4m3"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches_of_codes(paged, layout, format, way):
+    """QTensors in and out, with the codes of numpy; codes and scales of those that are donated are written in place."""
+    k_cache, v_cache, used, q, k, v, where = given(paged, layout=layout)
+    how = {"format": format, "layout": layout}
+    coded = [octet.quantize(x, name, **how) for x, name in ((k_cache, "k"), (v_cache, "v"))]
+    arrays = jax.tree.map(jnp.asarray, (*coded, used, q, k, v, where))
+    copies = [dataclasses.replace(x, codes=x.codes.copy(), scale=x.scale.copy()) for x in coded]
+    turned = octet.append(*copies, k, v, used, rope="half", q=q, layout=layout, **where)
+    run = functools.partial(step, layout=layout)
+    (k_found, v_found), o = run(*arrays)
+    assert isinstance(k_found, octet.QTensor) and equal(jax.tree.leaves((k_found, v_found)), jax.tree.leaves(copies))
+    assert not equal(jax.tree.leaves(copies), jax.tree.leaves(coded))
+    new = np.int32(k.shape[1 if layout == "bshd" else 2])
+    want = octet.attention_cached(turned, *copies, used + new, causal="bottom_right", layout=layout, **where)
+    assert equal(o, want)
+    addresses = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(arrays[:2])]
+    found, _ = jax.jit(run, donate_argnums=(0, 1))(*arrays)
+    assert equal(jax.tree.leaves(found), jax.tree.leaves(copies))
+    if way == "handlers":
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)] == addresses
+
+
 def test_donated_caches_are_written_in_place(way):
     """XLA keeps the memory; that of the callbacks into Python is new."""
     arrays = jax.tree.map(jnp.asarray, given(True))
@@ -170,9 +196,13 @@ def test_rejections():
         add(k[0])
     with pytest.raises(octet.InvalidArgument, match="seqused_k: a numpy array, but"):
         octet.append(k_cache, v_cache, k, v, np.asarray(used), layout="bshd", **where)
-    coded = [octet.quantize(np.zeros((6, KV_HEADS, PAGE, DIM), np.float32), name) for name in "kv"]
+    numbers = np.zeros((6, KV_HEADS, PAGE, DIM), np.float32)
+    coded = [octet.quantize(numbers, name) for name in "kv"]
     with pytest.raises(octet.InvalidArgument, match="k: a jax array, but k_cache is one of numpy"):
         octet.append(*coded, k, v, used, **where)
+    smoothed = [octet.quantize(jnp.asarray(numbers), name, smooth=True) for name in "kv"]
+    with pytest.raises(octet.InvalidArgument, match="k_cache: a QTensor of .* without a mean"):
+        octet.append(*smoothed, k, v, used, **where)
 
 
 def test_lengths_are_checked_on_the_cpu():
