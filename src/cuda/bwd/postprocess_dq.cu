@@ -31,6 +31,18 @@ __device__ void read_sums(const void* part, int vec, int thread, Vec8 (&x)[kRows
   }
 }
 
+// Returns the channel of a column of the sums of dq, or a number that is no channel: that of the tiles of q, or else of
+// the caller's panels. Where a 2-CTA cluster divides one of these, its first thread block has the first panels, and the
+// second has the last ones, from the last one back, so that its half of the panel between is the second half.
+template <int Dim, Sums sums>
+__device__ int channel_of_sums(const BackwardParams& a, int column) {
+  if (sums == Sums::integers) return column;  // kernels whose sums are integers divide no channels
+  const int of_block = column % (Dim / 2), channels = a.block_channels;
+  if (Dim < 256 || a.q || channels % kPanelColumns == 0 || column < Dim / 2) return channel_of<Dim>(column, channels);
+  const int from_the_end = of_block < kPanelColumns ? kPanelColumns - of_block : 3 * kPanelColumns - of_block;
+  return from_the_end > channels ? Dim : 2 * channels - from_the_end;
+}
+
 // Each thread block converts one tile of one head, from the last one down, as the last sums may still be in L2.
 // kAddsMean: adds the sums of the rows of ds times the mean of k.
 template <int Dim, Sums sums, bool kAddsMean>
@@ -58,8 +70,7 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
 #pragma unroll 2
   for (int i = threadIdx.x; i < kQueries / 2 * kVecs; i += kThreads) {
     const int vec = i / 8 % kVecs, row = i / (8 * kVecs) * 16 + i % 8, r = row % kWarpgroupRows;
-    // Kernels whose sums are integers divide no channels.
-    const int channel = sums == Sums::floats ? channel_of<Dim>(vec * kVec8, a.block_channels) : vec * kVec8;
+    const int channel = channel_of_sums<Dim, sums>(a, vec * kVec8);
     if (channel >= a.dim) continue;
     const int warpgroup = kByQueries ? row / kWarpgroupRows : vec / kVecsOfWarpgroup;
     Vec8 x[kRowsPerThread];

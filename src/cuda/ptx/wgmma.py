@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 # Columns of the accumulator that the tiles of sm90/config.h need.
-SIZES = [48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
+SIZES = [32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 TYPES = {"Bf16": "bf16", "F16": "f16"}
 # 8-bit operands: of a and b, the accumulator in C++ and in PTX, sizes.
 TYPES_8BIT = {

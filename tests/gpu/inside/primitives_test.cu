@@ -186,6 +186,37 @@ TEST(GpuMma, AB_of_tiles) {
   check_AB<Bf16, 128, 64, false>();
 }
 
+// A product whose right operand is half of a panel, from its first or from its middle column on.
+template <class T, int Depth>
+__global__ void mma_AB_of_half_kernel(const float* a, const float* b, float* d, int column) {
+  extern __shared__ unsigned char memory[];
+  unsigned char* at = memory;
+  const SharedTile<T, Depth, 64> tile_b{take(at, SharedTile<T, Depth, 64>::kBytes)};
+  const SharedTile<T, 64, Depth> tile_a{take(at, SharedTile<T, 64, Depth>::kBytes)};
+  fill(tile_b, b), fill(tile_a, a);
+  Accumulator<32> sums;
+  sums.zero();
+  ptx::wgmma_fence();
+  mma_AB(sums, tile_a, SharedTile<T, Depth, 32>{tile_b.data + column * sizeof(T)});
+  await(sums);
+  write(sums, d);
+}
+TEST(GpuMma, AB_of_half_a_panel) {
+  constexpr int kDepth = 64;
+  const Matrix a(64, kDepth, 3), b(kDepth, 64, 4);
+  const OnGpu on_a(a.x), on_b(b.x);
+  for (const int column : {0, 32}) {
+    const OnGpu d(std::size_t{64} * 32);
+    run(mma_AB_of_half_kernel<Bf16, kDepth>, kThreads, 64 << 10, on_a.data(), on_b.data(), d.data(), column);
+    for (int i = 0; i < 64; ++i)
+      for (int j = 0; j < 32; ++j) {
+        float sum = 0.f;
+        for (int c = 0; c < kDepth; ++c) sum += a.at(i, c) * b.at(c, column + j);
+        ASSERT_EQ(d[i * 32 + j], sum) << "row " << i << ", column " << j << " from " << column;
+      }
+  }
+}
+
 template <class T, int Depth, int ColumnsA, int Columns>
 __global__ void mma_AtB_kernel(const float* a, const float* b, float* d, int a_panel, int panel) {
   extern __shared__ unsigned char memory[];

@@ -17,10 +17,50 @@
 #include "cuda/sm90/bwd/dq_sums.h"
 #include "cuda/sm90/bwd/epilogue.h"
 #include "cuda/sm90/bwd/mask.h"
+#include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/bwd/tiles.h"
 #include "cuda/sm90/pipeline.h"
 
 namespace octet::cuda::sm90 {
+
+// dk or dv of 64 keys and a thread block's channels. Up to d = 192 a thread block that reads the caller's rows has its
+// last channels in either half of a panel, so these have a product of their own (`kHalves`).
+template <int Channels, bool kHalves>
+struct KeySums {
+  Accumulator<Channels> x;
+  __device__ void zero() { x.zero(); }
+  // Adds a b, for the first columns of b.
+  template <class TileA, class TileB>
+  __device__ void add(const TileA& a, const TileB& b, int) {
+    mma_AB(x, a, columns_of<Channels>(b, 0));
+  }
+  __device__ void fence() { ptx::fence_operand(x.x); }
+  // Calls f with each part and its first channel.
+  template <class F>
+  __device__ void parts(int channel, int, const F& f) {
+    f(x, channel);
+  }
+};
+template <int Channels>
+struct KeySums<Channels, true> {
+  static constexpr int kRest = Channels - kPanelColumns;
+  Accumulator<kPanelColumns> x;
+  Accumulator<kRest> rest;
+  __device__ void zero() { x.zero(), rest.zero(); }
+  // Adds a b, for the first panel of b and the columns of the second one from `column` on.
+  template <class TileA, class TileB>
+  __device__ void add(const TileA& a, const TileB& b, int column) {
+    mma_AB(x, a, columns_of<kPanelColumns>(b, 0));
+    auto second = columns_of<kRest>(b, kPanelColumns);
+    second.data += column * sizeof(typename TileB::Element);
+    mma_AB(rest, a, second);
+  }
+  __device__ void fence() { ptx::fence_operand(x.x), ptx::fence_operand(rest.x); }
+  template <class F>
+  __device__ void parts(int channel, int rest_channel, const F& f) {
+    f(x, channel), f(rest, rest_channel);
+  }
+};
 
 template <class T, class Dims, Sums sums, Bins bins>
 struct Backward2Cta {
@@ -38,12 +78,17 @@ struct Backward2Cta {
                        kLocalColumnsV = Dim <= 192 && kChannelsV <= kPanelColumns ? kPanelColumns : kLocalColumns;
   // The local columns of k and v come first, instead of the order of channels.
   static constexpr bool kLocalFirst = kRemoteColumns < kLocalColumns;
+  // True: q, do, k and v may be the caller's, as these operands have no scale. Their panels are whole: up to d = 192
+  // the first thread block has the first ones, the second the last ones from the last on, and both the one between.
+  static constexpr bool kMayReadRows = std::is_same_v<T, Bf16> && may_read_rows(Dim);
+  static constexpr bool kHalves = kMayReadRows && kChannels % kPanelColumns == kPanelColumns / 2;
   static constexpr int kConsumerThreads = 3 * kWarpgroup, kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kWarpgroup / 32;
   static constexpr int kClearThreads = 64;  // that clear sums of dq
   enum NamedBarrier : int { kClearBarrier = 1 };
-  static constexpr int kQStages = Stages2Cta<Dim>::kQ, kDoStages = 2, kRemoteStages = Stages2Cta<Dim>::kRemote,
-                       kPStages = 1, kDsStages = 2;
+  using StageCounts = Stages2Cta<Dims>;
+  static constexpr int kQStages = StageCounts::kQ, kDoStages = StageCounts::kDo, kRemoteStages = StageCounts::kRemote,
+                       kPStages = StageCounts::kP, kDsStages = 2;
   static constexpr bool kAhead = Dim <= 192;  // registers allow the next s beside this one
   static constexpr int kDqColumns = kLocalColumns / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
   using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys, bins>;
@@ -98,7 +143,7 @@ struct Backward2Cta {
   static constexpr int kSharedBytes = sizeof(Shared) + (kAlignsByHand ? kSwizzleBytes : 0);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
-  const BackwardParams& a;
+  const BackwardRowsParams& a;
   Shared& shared;
   const Scheduler scheduler{a};
 
@@ -106,9 +151,26 @@ struct Backward2Cta {
   static __device__ int peer() { return rank() ^ 1; }
   // The column of k and v at which the local columns begin.
   static __device__ int local_column() { return kLocalFirst ? 0 : rank() * kLocalColumns; }
+  // Returns the channel at which a panel begins of those that thread block `of_rank` has of the caller's `Channels`.
+  template <int Channels>
+  static __device__ int channel_of_panel(int of_rank, int panel) {
+    const int column = panel * kPanelColumns;
+    if constexpr (kLocalFirst) return of_rank ? Channels - kPanelColumns - column : column;
+    return of_rank * kLocalColumns + column;
+  }
+  // Loads a tile of the first panels that `of_rank` has, of rows of the caller.
+  template <int Channels, class Tile>
+  static __device__ void load_rows(const Tile& tile, const CUtensorMap& map, int of_rank, int row, int head, int batch,
+                                   Barrier& full) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPanels; ++i)
+      load(columns_of<kPanelColumns>(tile, i * kPanelColumns), map, channel_of_panel<Channels>(of_rank, i), row, head,
+           batch, &full.word);
+  }
 
   __device__ unsigned next_number(unsigned numbers_taken);
   __device__ void load_keys();
+  __device__ void load_rows_of_keys(const KeyBlockInfo& w, bool is_k);
 
   __device__ void clear_all(int thread);
   __device__ void load_queries();

@@ -66,6 +66,13 @@ bool reads_queries(const Problem& p, bool f16) {
   return !p.o_residual.present() || (p.o_residual.dtype == OCTET_I8 && in_words(strided(p.o_residual), 1));
 }
 
+// True where the 2-CTA kernel, which cannot convert them, can take the caller's k and v as they are beside such q and
+// do. What keys hold that no query sees must not matter.
+bool reads_keys(const Problem& p) {
+  const int64_t n = p.tokens_q, m = p.tokens_k;
+  return p.k.dtype == OCTET_BF16 && m && p.keys_of(0, n, m).first == 0 && p.keys_of(n - 1, n, m).last == m;
+}
+
 }  // namespace
 
 bool reads_by_index(const View& x) {
@@ -78,9 +85,10 @@ BackwardKernels choose_kernels(const Problem& p) {
   BackwardKernels kernels{choice, row.kernel(p.dim, p.dim_v, choice.sums)};
   const Kernel& kernel = kernels.kernel;
   if (row.further) kernels.further = row.further(kernel.dim, kernel.dim_v, choice.sums);
-  // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
-  kernels.key_tiles = kernel.cluster > 1 || !converts_keys(p, choice.cast);
+  kernels.key_tiles = !converts_keys(p, choice.cast);
   kernels.query_tiles = kernels.key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);
+  // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
+  if (kernel.cluster > 1) kernels.query_tiles = kernels.key_tiles = kernels.query_tiles || !reads_keys(p);
   return kernels;
 }
 

@@ -9,7 +9,7 @@ namespace octet::cuda::sm90 {
 struct BackwardKernels : BackwardChoice {
   Kernel kernel;
   Kernel further;    // for further bins, of f16
-  bool key_tiles;    // preprocessing writes k and v as tiles; else the kernel converts the caller's
+  bool key_tiles;    // preprocessing writes k and v as tiles; else the kernel takes the caller's
   bool query_tiles;  // preprocessing writes q and do as tiles; else the kernel reads the caller's
 };
 BackwardKernels choose_kernels(const Problem& p);

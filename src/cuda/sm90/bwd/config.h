@@ -31,10 +31,11 @@ template <int Dim>
 struct BackwardStages {
   static constexpr int kStages = Dim == 64 ? 3 : 2, kDoStages = 2;
 };
-// The stages of the 2-CTA kernel: of the local columns of q, and of the remote ones of q and do.
-template <int Dim>
+// The stages of the 2-CTA kernel: of the local columns of q and of do, of the remote ones of both, and of p.
+template <class Dims>
 struct Stages2Cta {
-  static constexpr int kQ = Dim > 192 ? 2 : 3, kRemote = Dim > 192 ? 1 : 2;
+  static constexpr int kQ = Dims::kDim > 192 ? 2 : 3, kDo = Dims::kDimV > 128 ? 2 : 3,
+                       kRemote = Dims::kDim > 192 ? 1 : 2, kP = Dims::kDimV > 128 ? 1 : 2;
 };
 // Registers per thread of the 2-CTA kernel's warpgroups: the producer, the one for p and ds, the two for gradients.
 template <int Dim>

@@ -56,17 +56,18 @@ __device__ void clear_ahead(const BackwardParams& a, const KeyBlockInfo& w, int 
   zeroed.fetch_add(1, ::cuda::memory_order_release);
 }
 
-// Adds the first `columns` columns of a fragment to the sums of dq from number `start` on. The fragment's first row is
-// query `first` of the tile. The `at_once` numbers that a thread adds with one instruction are contiguous, followed by
-// those of the next thread.
+// Adds columns [from, columns) of a fragment to the sums of dq, which begin at number `start`. The fragment's first row
+// is query `first` of the tile. The `at_once` numbers that a thread adds with one instruction are contiguous, followed
+// by those of the next thread.
 template <class Rows, Sums sums, int at_once, int Columns>
 __device__ void add_to_sums(const BackwardParams& a, const Target& target, int64_t start, int first,
-                            const Accumulator<Columns>& x, int columns, int thread) {
+                            const Accumulator<Columns>& x, int columns, int thread, int from = 0) {
   if constexpr (sums == Sums::floats) {
     using Numbers = std::conditional_t<at_once == 4, float4, std::conditional_t<at_once == 2, float2, float>>;
     auto* const to = reinterpret_cast<Numbers*>(static_cast<float*>(a.dq) + start) + thread;
 #pragma unroll
     for (int i = 0; i < Columns / 2; i += at_once) {
+      if (i / 4 * 8 < from) continue;
       if (i / 4 * 8 >= columns) break;
       Numbers numbers;
       memcpy(&numbers, &x.x[i], sizeof(numbers));
@@ -82,7 +83,7 @@ __device__ void add_to_sums(const BackwardParams& a, const Target& target, int64
             __int_as_float(0x7fffffff);
 #pragma unroll
       for (int i = 0; i < Columns / 2; ++i)
-        if (i / 2 % 2 == half && i / 4 * 8 < columns)
+        if (i / 2 % 2 == half && i / 4 * 8 >= from && i / 4 * 8 < columns)
           atomicAdd(static_cast<int*>(a.dq) + start + i * kWarpgroup + thread,
                     __float2int_rn(x.x[i] * target.scales[half]));
     }

@@ -16,7 +16,7 @@ __device__ void set_registers() {
 template <class T, class Dims, Sums sums, Bins bins>
 __global__ void __cluster_dims__(Backward2Cta<T, Dims, sums, bins>::kBlocks)
     __launch_bounds__(Backward2Cta<T, Dims, sums, bins>::kThreads, 1)
-        backward_2cta(const __grid_constant__ BackwardParams arguments) {
+        backward_2cta(const __grid_constant__ BackwardRowsParams arguments) {
   using Kernel = Backward2Cta<T, Dims, sums, bins>;
   using Registers = Registers2Cta<Dims::kDim>;
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory<Kernel::kAlignsByHand>());

@@ -79,7 +79,8 @@ Plan backward(const Problem& p, void* workspace) {
     choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, choice.sums, stream);
     if (all && k_blocks) {
       if (!a.q) a.q_rows = tensor_map(p.q, kernel.rows), a.do_rows = tensor_map(p.do_, kernel.rows);
-      if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
+      const int keys = kernel.keys / kernel.cluster;
+      if (!a.k) a.k_rows = tensor_map(p.k, keys), a.v_rows = tensor_map(p.v, keys);
       a.sends_keys = kernel.cluster == 1 && sends_keys(choice.f16, dk.view(), dv.view());
       if (a.sends_keys) a.dk_rows = tensor_map(dk.view(), kSentRows), a.dv_rows = tensor_map(dv.view(), kSentRows);
       const auto grid = static_cast<unsigned>(in_flight * kernel.cluster);

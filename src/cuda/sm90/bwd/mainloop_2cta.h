@@ -140,6 +140,8 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
   const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
   const auto k = columns_of<kDqColumns>(TileK{shared.k}, local_column() + half * kDqColumns);
   const auto remote_k = columns_of<kDqColumns>(Local{shared.remote_k}, half * kDqColumns);
+  // The column of the last panel at which this thread block's own channels begin there.
+  const int rest_column = kHalves && !a.q && rank() ? kPanelColumns - kChannels % kPanelColumns : 0;
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -152,8 +154,8 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
     const float dq_scale = bins == Bins::first ? 1.f : ptx::opaque(exp2f(static_cast<float>(e.dq)));
     // Not loaded in each iteration, just before it is used.
     const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(e.dq_sums_scale) : 0.f;
-    Accumulator<kChannels> dk;
-    Accumulator<kChannelsV> dv;
+    KeySums<kChannels, kHalves> dk;
+    KeySums<kChannelsV, kHalves && kChannelsV == kChannels> dv;
     dk.zero(), dv.zero();
     for (int left = iterations; left; --left, ++n) {
       const int q_stage = n % kQStages, do_stage = n % kDoStages, p_stage = n % kPStages, ds_stage = n % kDsStages;
@@ -163,7 +165,7 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
       shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
       shared.p_pipe.full[p_stage].wait(n / kPStages % 2);
       ptx::wgmma_fence();
-      mma_AB(dv, TileP{shared.p[p_stage][half]}, columns_of<kChannelsV>(LocalDo{shared.do_local[do_stage]}, 0));
+      dv.add(TileP{shared.p[p_stage][half]}, LocalDo{shared.do_local[do_stage]}, rest_column);
       ptx::wgmma_commit();
       // Wait for q and ds; issue dq = ds^T k over the keys of both thread blocks, then dk += ds q.
       shared.q_pipe.full[q_stage].wait(n / kQStages % 2);
@@ -175,11 +177,11 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
       mma_AtB(dq, TileP{ds[peer()]}, 0, remote_k, 0, true);
       ptx::wgmma_commit();
       ptx::wgmma_fence();
-      mma_AB(dk, TileP{ds[half]}, columns_of<kChannels>(Local{shared.q_local[q_stage]}, 0));
+      dk.add(TileP{ds[half]}, Local{shared.q_local[q_stage]}, rest_column);
       ptx::wgmma_commit();
       // Release do and p.
       ptx::wgmma_wait<2>();
-      ptx::fence_operand(dv.x);
+      dv.fence();
       arrive_as_warp(shared.do_pipe.empty[do_stage]);
       release(shared.p_pipe.empty[p_stage]);
       // Add dq to its sums.
@@ -187,12 +189,14 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
       ptx::fence_operand(dq.x);
       if constexpr (bins == Bins::further && sums == Sums::floats) dq.scale(dq_scale);
       const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
-      // Up to d = 192, the second warpgroup's part ends in columns that are not its own.
-      const int columns = Dim == kTileDim || half == 0 ? kDqColumns : kChannels - kDqColumns;
-      add_to_sums<Rows, sums, kSumsAtOnce<kTileDim, sums>>(a, target, start, 0, dq, columns, threadIdx.x % kWarpgroup);
+      // Up to d = 192, the second warpgroup's part has columns that are not its own.
+      const int from = half == 0 ? 0 : rest_column,
+                columns = Dim == kTileDim || half == 0 ? kDqColumns : from + kChannels - kDqColumns;
+      add_to_sums<Rows, sums, kSumsAtOnce<kTileDim, sums>>(a, target, start, 0, dq, columns, threadIdx.x % kWarpgroup,
+                                                           from);
       // Release ds and q.
       ptx::wgmma_wait<0>();
-      ptx::fence_operand(dk.x);
+      dk.fence();
       release(shared.ds_pipe.empty[ds_stage]);
       arrive_as_warp(shared.q_pipe.empty[q_stage]);
     }
@@ -201,10 +205,16 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
     // Fragments are stored by 32 columns; beyond 80 lie channels of the peer.
     constexpr bool kOverlaps = kChannels % 32 != 0, kOverlapsV = kChannelsV % 32 != 0;
     const int channel_v = channel / kChannels * kChannelsV;
-    scale_keys(dv, 1.f, dv_exponent);
-    write_keys<bins>(a.dv, w, key, channel_v, dv, kOverlapsV ? min(a.dim_v, channel_v + kChannelsV) : a.dim_v);
-    scale_keys(dk, a.scale, dk_exponent);
-    write_keys<bins>(a.dk, w, key, channel, dk, kOverlaps ? min(a.dim, channel + kChannels) : a.dim);
+    dv.parts(rest_column ? channel_v + kChannelsV - kPanelColumns : channel_v,
+             rest_column ? channel_v : channel_v + kPanelColumns, [&](auto& x, int first) {
+               scale_keys(x, 1.f, dv_exponent);
+               write_keys<bins>(a.dv, w, key, first, x, kOverlapsV ? min(a.dim_v, first + kChannelsV) : a.dim_v);
+             });
+    dk.parts(rest_column ? channel + kChannels - kPanelColumns : channel,
+             rest_column ? channel : channel + kPanelColumns, [&](auto& x, int first) {
+               scale_keys(x, a.scale, dk_exponent);
+               write_keys<bins>(a.dk, w, key, first, x, kOverlaps ? min(a.dim, first + kChannels) : a.dim);
+             });
   }
 }
 

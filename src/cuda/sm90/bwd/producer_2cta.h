@@ -57,16 +57,39 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::load_keys() {
     const auto first_panel = [&] { return kLocalFirst ? rank() * Local::kPanels : 0; };
     shared.v_pipe.empty[0].wait(empty);
     shared.v_pipe.full[0].arrive_expecting(TileV::kBytes);
-    fetch_panels(shared.v, a.v, rank(), first_panel(), TileV::kPanels, shared.v_pipe,
-                 Local::kPanels / LocalDo::kPanels);
+    if (kMayReadRows && !a.v)
+      load_rows_of_keys(w, false);
+    else
+      fetch_panels(shared.v, a.v, rank(), first_panel(), TileV::kPanels, shared.v_pipe,
+                   Local::kPanels / LocalDo::kPanels);
     await_zeros(a, w, kBlocks * a.k_blocks.count);
     shared.k_pipe.empty[0].wait(empty);
     shared.k_pipe.full[0].arrive_expecting(TileK::kBytes + Local::kBytes);
-    fetch_panels(shared.k, a.k, rank(), first_panel(), TileK::kPanels, shared.k_pipe);
-    fetch_panels(shared.remote_k, a.k, peer(), rank() * Local::kPanels, Local::kPanels, shared.k_pipe);
+    if (kMayReadRows && !a.k) {
+      load_rows_of_keys(w, true);
+    } else {
+      fetch_panels(shared.k, a.k, rank(), first_panel(), TileK::kPanels, shared.k_pipe);
+      fetch_panels(shared.remote_k, a.k, peer(), rank() * Local::kPanels, Local::kPanels, shared.k_pipe);
+    }
     // The next block is taken late, once all tiles of this one are loaded, so that all thread blocks end together.
     shared.tile_pipe.empty[0].wait(tile_index % 2);
     ++tile_index;
+  }
+}
+
+// Loads k or v of a block of keys from the caller's rows.
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::load_rows_of_keys(const KeyBlockInfo& w, bool is_k) {
+  const int me = rank(), first = kLocalFirst ? me : 0, own_row = w.first_key + me * kKeys;
+  if (is_k) {
+    Barrier& full = shared.k_pipe.full[0];
+    load_rows<Dim>(Local{shared.k}, a.k_rows, first, own_row, w.kv_head, w.batch, full);
+    load_rows<Dim>(Remote{shared.k + Local::kBytes}, a.k_rows, first ^ 1, own_row, w.kv_head, w.batch, full);
+    load_rows<Dim>(Local{shared.remote_k}, a.k_rows, me, w.first_key + (me ^ 1) * kKeys, w.kv_head, w.batch, full);
+  } else {
+    Barrier& full = shared.v_pipe.full[0];
+    load_rows<DimV>(LocalDo{shared.v}, a.v_rows, first, own_row, w.kv_head, w.batch, full);
+    load_rows<DimV>(Remote{shared.v + LocalDo::kBytes}, a.v_rows, first ^ 1, own_row, w.kv_head, w.batch, full);
   }
 }
 
@@ -103,24 +126,33 @@ __device__ inline void Backward2Cta<T, Dims, sums, bins>::load_queries(const Key
   MBlock m_block{w.tiles.start, 0};
   for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {
     const int64_t tile = scheduler.q_tile(w, m_block, group);
-    // Fetches the first columns of the half of the channels that `of_rank` has.
-    const auto fetch_columns = [&](unsigned char* to, const unsigned char* tiles, int of_rank, uint32_t bytes,
-                                   Barrier& full, uint32_t more = 0) {
-      full.arrive_expecting(bytes + more);
-      fetch(to, tiles + tile * TileQ::kBytes + of_rank * Local::kBytes, bytes, full);
+    // Fetches the first columns of the half of the channels that `of_rank` has: from the tiles of preprocessing or,
+    // where there are none, from the caller.
+    const auto fetch_columns = [&](const auto& to, const unsigned char* tiles, const CUtensorMap& rows, auto channels,
+                                   int of_rank, Barrier& full, uint32_t more = 0) {
+      constexpr uint32_t kBytes = std::remove_cvref_t<decltype(to)>::kBytes;
+      full.arrive_expecting(kBytes + more);
+      if (kMayReadRows && !tiles)
+        load_rows<channels>(to, rows, of_rank, m_block.tile * kQueries, w.kv_head * group + m_block.head, w.batch,
+                            full);
+      else
+        fetch(to.data, tiles + tile * TileQ::kBytes + of_rank * Local::kBytes, kBytes, full);
     };
+    constexpr std::integral_constant<int, Dim> kOfQ;
+    constexpr std::integral_constant<int, DimV> kOfDo;
     const int s = n % kQStages, do_s = n % kDoStages, remote_s = n % kRemoteStages;
     const uint32_t empty = n / kQStages % 2 ^ 1;
     shared.q_pipe.empty[s].wait(empty);
     shared.rows_empty[s].wait(empty);
-    fetch_columns(shared.q_local[s], a.q, rank(), Local::kBytes, shared.q_pipe.full[s], sizeof(Rows));
+    fetch_columns(Local{shared.q_local[s]}, a.q, a.q_rows, kOfQ, rank(), shared.q_pipe.full[s], sizeof(Rows));
     fetch(&shared.rows[s], scheduler.template rows<Rows>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
     shared.q_remote_pipe.empty[remote_s].wait(n / kRemoteStages % 2 ^ 1);
-    fetch_columns(shared.q_remote[remote_s], a.q, peer(), Remote::kBytes, shared.q_remote_pipe.full[remote_s]);
+    fetch_columns(Remote{shared.q_remote[remote_s]}, a.q, a.q_rows, kOfQ, peer(), shared.q_remote_pipe.full[remote_s]);
     shared.do_pipe.empty[do_s].wait(n / kDoStages % 2 ^ 1);
-    fetch_columns(shared.do_local[do_s], a.do_, rank(), LocalDo::kBytes, shared.do_pipe.full[do_s]);
+    fetch_columns(LocalDo{shared.do_local[do_s]}, a.do_, a.do_rows, kOfDo, rank(), shared.do_pipe.full[do_s]);
     shared.do_remote_pipe.empty[remote_s].wait(n / kRemoteStages % 2 ^ 1);
-    fetch_columns(shared.do_remote[remote_s], a.do_, peer(), Remote::kBytes, shared.do_remote_pipe.full[remote_s]);
+    fetch_columns(Remote{shared.do_remote[remote_s]}, a.do_, a.do_rows, kOfDo, peer(),
+                  shared.do_remote_pipe.full[remote_s]);
   }
 }
 

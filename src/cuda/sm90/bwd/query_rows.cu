@@ -16,6 +16,7 @@ template <int Dim, Sums sums>
 __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_constant__ PreprocessParams p) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kVecs = Dim / kVec8;
   constexpr int kRowsAtOnce = kThreads / kVecs, kRows = kQueries / kRowsAtOnce;
+  constexpr int kLoaded = kRows < 4 ? kRows : 4;  // rows of a thread that its registers hold
   __shared__ float deltas[kQueries], norms[kQueries];
   ptx::griddepcontrol_launch_dependents();
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x), heads = static_cast<int>(p.q.shape[1]);
@@ -39,13 +40,16 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
   struct {
     RawVec8<Bf16> do_, o;
     RawVec8<S8> residual;
-  } raw[kRows];
+  } raw[kLoaded];
+  const auto load = [&](int from) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const bool present = first_row + i * kRowsAtOnce < queries;
-    raw[i] = {do_.read(present), o.read(present), residual.read(present)};
-    do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
-  }
+    for (int i = 0; i < kLoaded; ++i) {
+      const bool present = from + i * kRowsAtOnce < queries;
+      raw[i] = {do_.read(present), o.read(present), residual.read(present)};
+      do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+    }
+  };
+  load(first_row);
   const int row = threadIdx.x;  // the row that this thread will write
   const float lse = row < min(queries, kQueries) ? of_query(p.lse, first_query + row) : -INFINITY;
   const float dlse = p.dlse.data && lse != -INFINITY ? of_query(p.dlse, first_query + row) : 0.f;
@@ -60,18 +64,23 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
     if (kv == 0) p.counters[0] = p.counters[1] = 0;
   }
 
+#pragma unroll 1
+  for (int part = 0; part < kRows / kLoaded; ++part) {
+    const int from = first_row + part * kLoaded * kRowsAtOnce;
+    if (part > 0) load(from);
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    Vec8 x, whole_o;
-    raw[i].do_.convert(x), raw[i].o.convert(whole_o), add_residual<Bf16>(p, raw[i].residual, whole_o);
-    float delta = 0.f;
-    for (int c = 0; c < kVec8; ++c) delta += x[c] * whole_o[c];
-    for (int step = kVecs / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    if (vec == 0) deltas[first_row + i * kRowsAtOnce] = delta;
-    if constexpr (sums == Sums::integers) {
-      Size size(x);
-      size.reduce(kVecs);
-      if (vec == 0) norms[first_row + i * kRowsAtOnce] = size.norm();
+    for (int i = 0; i < kLoaded; ++i) {
+      Vec8 x, whole_o;
+      raw[i].do_.convert(x), raw[i].o.convert(whole_o), add_residual<Bf16>(p, raw[i].residual, whole_o);
+      float delta = 0.f;
+      for (int c = 0; c < kVec8; ++c) delta += x[c] * whole_o[c];
+      for (int step = kVecs / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+      if (vec == 0) deltas[from + i * kRowsAtOnce] = delta;
+      if constexpr (sums == Sums::integers) {
+        Size size(x);
+        size.reduce(kVecs);
+        if (vec == 0) norms[from + i * kRowsAtOnce] = size.norm();
+      }
     }
   }
   __syncthreads();
@@ -91,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
 
 template <Sums sums>
 auto query_rows_kernel_of(int dim) {
-  return dim == 64 ? query_rows_kernel<64, sums> : query_rows_kernel<128, sums>;
+  return with_tile_dim(dim, [](auto tile_dim) { return query_rows_kernel<tile_dim, sums>; });
 }
 
 }  // namespace
