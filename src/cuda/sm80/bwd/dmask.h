@@ -79,22 +79,25 @@ struct DmaskWalk {
   int split;
   int64_t left;  // tiles that come later
 
-  // Begins the part of thread block `block`, before its first tile.
-  __device__ void start(const DmaskParams& d, int64_t block) {
-    const auto next = [&](int64_t& rest, int count) {
-      const int64_t at = rest % count;
+  // Begins the part of thread block `block`, before its first tile. All threads of the block wait for the one that
+  // calls it, so it divides numbers of 64 bits only where there is something to divide.
+  __device__ void start(const DmaskParams& d, unsigned block) {
+    const auto next = [&](auto& rest, int count) {
+      if (count == 1) return 0;
+      const auto at = static_cast<int>(rest % count);
       rest /= count;
       return at;
     };
-    const auto first = [&](const DmaskDimension& x) { return static_cast<int>(next(block, x.tiles)); };
-    split = static_cast<int>(next(block, d.splits));
+    const auto first = [&](const DmaskDimension& x) { return next(block, x.tiles); };
+    split = next(block, d.splits);
     first_key_tile = first(d.key_tiles), first_query_tile = first(d.query_tiles);
     first_head = first(d.heads), first_batch = first(d.batches);
     const int64_t steps = d.steps();
-    int64_t from = steps * split / d.splits;
-    left = steps * (split + 1) / d.splits - from;
+    const auto start_of_split = [&](int i) { return d.splits == 1 ? i * steps : steps * i / d.splits; };
+    int64_t from = start_of_split(split);
+    left = start_of_split(split + 1) - from;
     const auto start_of = [&](int first_of_tile, const DmaskDimension& x) {
-      return first_of_tile + static_cast<int>(next(from, static_cast<int>(x.of_tile())));
+      return first_of_tile + next(from, static_cast<int>(x.of_tile()));
     };
     key_tile = start_of(first_key_tile, d.key_tiles) - 1, query_tile = start_of(first_query_tile, d.query_tiles);
     head = start_of(first_head, d.heads), batch = start_of(first_batch, d.batches);
@@ -120,10 +123,47 @@ struct DmaskWalk {
   }
 };
 
-// Writes a tile of sums, [Rows][Columns] in shared memory, that all of `Threads` threads have filled. Rows and columns
-// of a mask that is the same for all are summed first.
+// A row of a tile of sums in shared memory. What follows its columns puts the pairs of a fragment into banks of their
+// own, and leaves rows at multiples of 16 bytes.
+template <int Columns>
+using DmaskRow = float[Columns + 8];
+
+// Writes the first rows and columns of a tile of sums, in words of four columns. Returns false where it cannot.
+template <int Threads, int Columns>
+__device__ bool write_dmask_words(const DmaskRow<Columns>* sums, const DmaskParams& d, const DmaskWalk& walk, int query,
+                                  int key, int rows, int columns) {
+  constexpr int kWord = 4, kLanes = Columns / kWord, kRowsAtOnce = Threads / kLanes;
+  const Strided& to = d.to;
+  const int64_t row_stride = d.sums ? to.shape[3] : to.stride[2];
+  const int64_t first =
+      d.sums
+          ? walk.split * d.elements() +
+                ((int64_t{walk.first_batch} * to.shape[1] + walk.first_head) * to.shape[2] + query) * to.shape[3] + key
+          : walk.first_batch * to.stride[0] + walk.first_head * to.stride[1] + query * to.stride[2] + key;
+  float* const at = (d.sums ? d.sums : static_cast<float*>(to.data)) + first;
+  if (reinterpret_cast<uintptr_t>(at) % (kWord * sizeof(float)) || row_stride % kWord || columns % kWord ||
+      (!d.sums && to.stride[3] != 1))
+    return false;
+  const int column = static_cast<int>(threadIdx.x) % kLanes * kWord;
+  if (column >= columns) return true;
+#pragma unroll 2
+  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < rows; row += kRowsAtOnce) {
+    float4 x = *reinterpret_cast<const float4*>(&sums[row][column]);
+    if (!d.sums && isnan(x.x + x.y + x.z + x.w)) {
+      float* const numbers = &x.x;
+#pragma unroll
+      for (int i = 0; i < kWord; ++i)
+        numbers[i] = d.element(walk.first_batch, walk.first_head, query + row, key + column + i, sums[row][column + i]);
+    }
+    *reinterpret_cast<float4*>(at + row * row_stride + column) = x;
+  }
+  return true;
+}
+
+// Writes a tile of sums that all of `Threads` threads have filled. Rows and columns of a mask that is the same for all
+// are summed first.
 template <int Threads, int Rows, int Columns>
-__device__ void write_dmask_tile(float (*sums)[Columns + 1], const DmaskParams& d, const DmaskWalk& walk) {
+__device__ void write_dmask_tile(DmaskRow<Columns>* sums, const DmaskParams& d, const DmaskWalk& walk) {
   static_assert(Columns <= Threads && Rows <= Threads);
   const int thread = static_cast<int>(threadIdx.x);
   int rows = min(Rows, d.tokens_q - walk.first_query_tile * Rows),
@@ -151,6 +191,7 @@ __device__ void write_dmask_tile(float (*sums)[Columns + 1], const DmaskParams& 
   }
   const int query = d.to.shape[2] == 1 ? 0 : walk.first_query_tile * Rows,
             key = d.to.shape[3] == 1 ? 0 : walk.first_key_tile * Columns;
+  if (write_dmask_words<Threads, Columns>(sums, d, walk, query, key, rows, columns)) return;
 #pragma unroll 1
   for (int i = thread; i < Rows * Columns; i += Threads) {
     const int row = i / Columns, column = i % Columns;

@@ -45,7 +45,7 @@ struct DmaskOf16Bits {
     float to_ds[2];  // ds of the kernel times these is ds
   };
   // Sums take the place of the operands.
-  using Sums = float[kKeys + 1];
+  using Sums = DmaskRow<kKeys>;
   static_assert(kQueries * sizeof(Sums) <= offsetof(Shared, lse));
 
   const DmaskParams& d;
@@ -148,8 +148,9 @@ struct DmaskOf16Bits {
 #pragma unroll
     for (int m = 0; m < PartS::kBlocks; ++m)
 #pragma unroll
-      for (int i = 0; i < PartS::kColumns / 2; ++i)
-        sums[row + 16 * m + i / 2 % 2 * 8][column + i / 4 * 8 + i % 2] = x[m].x[i];
+      for (int i = 0; i < PartS::kColumns / 2; i += 2)
+        *reinterpret_cast<float2*>(&sums[row + 16 * m + i / 2 % 2 * 8][column + i / 4 * 8]) =
+            float2{x[m].x[i], x[m].x[i + 1]};
     write_dmask_tile<kThreads, kQueries, kKeys>(sums, d, state.walk);
   }
 

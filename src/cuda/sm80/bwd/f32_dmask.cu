@@ -12,7 +12,7 @@ struct F32Dmask {
   using Of = F32Backward<Dim, F32Sums::dmask, Logits::general>;
   using Shared = typename Of::Shared;
   static constexpr int kRows = Of::kRows, kTokens = Of::kTokens, kThreads = Of::kThreads;
-  using Sums = float[kTokens + 1];
+  using Sums = DmaskRow<kTokens>;
   static_assert(kRows * sizeof(Sums) <= sizeof(Shared::x));
 
   const DmaskParams& d;
