@@ -280,6 +280,41 @@ def test_lse_of_every_form(device, dim):
         assert (other[1].view(heads, 2, tokens).transpose(0, 1) - want).abs().max() < 2e-3
 
 
+@by_device
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (100, 30), "softcap": 3.0}])
+def test_probabilities_tell_what_is_dropped(device, packed, how):
+    """Softmax in float64 is |S_dmask|, and o follows from what is not negative."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim, dropped = 4, 2, 32, 0.2
+    sizes = [(70, 300), (13, 40)] if packed else [(70, 300), (70, 300)]
+    q, kv = (
+        [draw(n[i], *shape, dim, device=device, dtype=torch.bfloat16) for n in sizes]
+        for i, shape in ((0, (heads,)), (1, (2, kv_heads)))
+    )
+    more = {"dropout_p": dropped, "return_attn_probs": True, **how}
+    if packed:
+        cu = [starts([n[i] for n in sizes], device) for i in (0, 1)]
+        o, _, p = flash_attn.flash_attn_varlen_kvpacked_func(torch.cat(q), torch.cat(kv), *cu, 70, 300, **more)
+        o = o.split([n for n, _ in sizes])
+    else:
+        o, _, p = flash_attn.flash_attn_kvpacked_func(torch.stack(q), torch.stack(kv), **more)
+    assert p.shape == (2, heads, 70, 300) and p.dtype is torch.bfloat16
+    kept = 0
+    for i, (queries, keys) in enumerate(sizes):
+        of_i = p[i, :, :queries, :keys].double()
+        assert not p[i, :, queries:].any() and not p[i, :, :, keys:].any()
+        k, v = kv[i].double().repeat_interleave(heads // kv_heads, 2).unbind(1)
+        unit = torch.eye(keys, dtype=torch.float64, device=device)[None, :, None].expand(-1, -1, heads, -1)
+        given = how.get("causal", False), how.get("window_size", (-1, -1)), dim**-0.5, how.get("softcap", 0.0)
+        want = in_operators(q[i].double()[None], k[None], unit, *given)[0].transpose(0, 1)
+        assert (of_i.abs() - want).abs().max() < 4e-3
+        got = torch.einsum("hqk,khd->qhd", of_i.clamp(min=0) / (1 - dropped), v)
+        assert (o[i].double() - got).abs().max() < 3e-2
+        kept += (of_i > 0).sum().item()
+    assert abs(kept / (p != 0).sum().item() - (1 - dropped)) < 0.01
+
+
 REJECTED = {
     "dropout_p": (1.5, "dropout_p: found 1.5, allowed: 0 for none"),
     "softcap": (-50.0, "softcap: found -50, allowed: positive"),

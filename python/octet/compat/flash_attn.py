@@ -4,7 +4,9 @@ Tensors are [batch, token, head, dim] or packed sequences [token, head, dim]; ca
 bottom-right; lse is natural, [batch, head, token] or [head, token], and differentiable. `qkv` and `kv` stack q, k, v or
 k, v before the head dimension; their gradients are one tensor each.
 
-Where flash-attn returns S_dmask, which is an empty tensor unless something is dropped, the functions here return None.
+With return_attn_probs and dropout, S_dmask [batch, head, query, key] has the probabilities, negative where they are
+dropped; it takes their memory and two calls for each 256 keys. Without dropout, where flash-attn's is an empty tensor,
+it is None.
 `precision` is octet's own keyword, as in `octet.attention`.
 """
 
@@ -17,7 +19,7 @@ from octet import _api, _caches
 from octet._operands import KINDS
 from octet._options import Precision, bottom_right, count, integer
 from octet._rejections import expect_known
-from octet.compat import _stacked
+from octet.compat import _probabilities, _stacked
 from octet.errors import InvalidArgument, Unsupported
 from octet.torch._random import dropout
 
@@ -72,14 +74,20 @@ def _attend(
     and their bounds, of packed sequences."""
     q, k, v = tensors
     keywords |= dropout(keywords.get("dropout_p"), q)
+
+    def attend(v: torch.Tensor, keywords: dict[str, Any], lse: bool = False) -> Any:
+        if lengths is None:
+            return _api.attention(q, k, v, layout="bshd", return_lse=lse, enable_gqa=True, **keywords)
+        bounds: dict[str, Any] = {"max_seqlen_q": lengths[2], "max_seqlen_k": lengths[3]}
+        return _api.attention_varlen(q, k, v, lengths[0], lengths[1], return_lse=lse, **bounds, **keywords)
+
     if stacked is not None and KINDS.keys().isdisjoint(keywords) and _stacked.writes_one_gradient(stacked, q):
         made = _stacked.attend(stacked, q, lengths, lse, keywords)
-    elif lengths is None:
-        made = _api.attention(q, k, v, layout="bshd", return_lse=lse, enable_gqa=True, **keywords)
     else:
-        keywords |= {"max_seqlen_q": lengths[2], "max_seqlen_k": lengths[3]}
-        made = _api.attention_varlen(q, k, v, *lengths[:2], return_lse=lse, **keywords)
-    return (*made, None) if lse else made
+        made = attend(v, keywords, lse)
+    if not lse:
+        return made
+    return (*made, _probabilities.signed(attend, k, lengths, keywords) if "dropout_p" in keywords else None)
 
 
 def flash_attn_func(
@@ -101,7 +109,7 @@ def flash_attn_func(
     """Attention of q [batch, queries, heads, dim] over k, v [batch, keys, kv_heads, dim].
 
     Returns:
-        o [batch, queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [batch, heads, queries].
+        o [batch, queries, heads, dim]; with return_attn_probs (o, lse, S_dmask), lse float32 [batch, heads, queries].
 
     Raises:
         Unsupported: on a GPU, in some precisions of 8 bits, a dropout_p other than 0.
@@ -193,7 +201,8 @@ def flash_attn_varlen_func(
             where page_size is a power of two from 16 on; cu_seqlens_k has the lengths alone.
 
     Returns:
-        o [total queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [heads, total queries].
+        o [total queries, heads, dim]; with return_attn_probs (o, lse, S_dmask), lse float32 [heads, total queries],
+        S_dmask with zeros behind each sequence.
 
     Raises:
         Unsupported: with a block_table, dropout and tensors that require a gradient; on a GPU, in some precisions of 8
