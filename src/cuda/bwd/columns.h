@@ -48,6 +48,10 @@ struct Column<void> {
   __device__ void advance(int tokens) { index.token += tokens; }
 };
 
+__device__ inline void clear(Vec8& x) {
+  for (float& y : x) y = 0.f;
+}
+
 // The type by which the residual of o is read, where o is read as In.
 template <class In>
 using Residual = std::conditional_t<std::is_void_v<In>, void, S8>;

@@ -159,5 +159,11 @@ __device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, con
 // Maxima of numbers that are at least 0, whose order is that of their bits.
 __device__ inline void raise(float& most, float x) { atomicMax(reinterpret_cast<int*>(&most), __float_as_int(x)); }
 __device__ inline float warp_max(float x) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(x))); }
+// Raises four successive numbers of Sizes, from `first` on, to the maxima of a warp.
+__device__ inline void keep(float& first, float a, float b, float c, float d) {
+  a = warp_max(a), b = warp_max(b), c = warp_max(c), d = warp_max(d);
+  const int lane = threadIdx.x % 32;
+  if (lane < 4) raise((&first)[lane], lane == 0 ? a : lane == 1 ? b : lane == 2 ? c : d);
+}
 
 }  // namespace octet::cuda

@@ -15,6 +15,8 @@
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
+#include "cuda/operands/mask_rows.h"
+#include "cuda/operands/token_flags.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda {
@@ -74,7 +76,16 @@ struct PreprocessParams {
   unsigned* zeroed;    // [batch, kv_head]: set to 0
   unsigned* counters;  // [Bins]: set to 0
   Int8Inputs int8;
+  // Tokens that a mask tensor hides from all others may hold anything: they are read as zeros. Null data: none is
+  // hidden.
+  TokenFlags seen_queries, seen_keys;
+  MaskRows mask_rows;  // whose row biases become QueryRows::dq_row_scale; null biases: they do not
 };
+
+// Returns whether a token is seen: all are, where there are no flags.
+__device__ inline bool sees(const TokenFlags& flags, int batch, int head, int64_t token) {
+  return !flags.data || flags.of(batch, head)[token];
+}
 
 void preprocess(const PreprocessParams& p, cudaStream_t stream);
 

@@ -64,7 +64,11 @@ struct Sample {
   }
   // Tokens of packed sequences that no other token sees are left out.
   __device__ bool has(int i) const {
-    return i < count && (!packed || counts(p, of_queries, static_cast<int>(index_of(i, 0).token)));
+    if (i >= count) return false;
+    const Index4 index = index_of(i, 0);
+    return (!packed || counts(p, of_queries, static_cast<int>(index.token))) &&
+           sees(of_queries ? p.seen_queries : p.seen_keys, static_cast<int>(index.batch), static_cast<int>(index.head),
+                index.token);
   }
   // Calls f(i, numbers) for each sample; the numbers of samples that are left out are 0.
   template <class In, class F>

@@ -68,13 +68,6 @@ struct TileWriter {
     if (Dim == 256 && distance) *reinterpret_cast<uint4*>(to + distance) = word;
   }
 
-  // Raises four successive numbers of Sizes, from `first` on, to the maxima of a warp.
-  __device__ void keep(float& first, float a, float b, float c, float d) const {
-    a = warp_max(a), b = warp_max(b), c = warp_max(c), d = warp_max(d);
-    const int lane = threadIdx.x % 32;
-    if (lane < 4) raise((&first)[lane], lane == 0 ? a : lane == 1 ? b : lane == 2 ? c : d);
-  }
-
   // Reads this thread's eight channels of the mean of k.
   __device__ void read_mean(Vec8& mean) const {
     float4 words[2]{};
@@ -107,6 +100,13 @@ struct TileWriter {
           first_token(static_cast<int64_t>(sequence.first) + first_query) {}
     __device__ bool is_present(int row) const {
       return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
+    }
+    // Of q and do. The lse of a row that sees no key is that of its sink.
+    __device__ bool has_numbers(int i) const {
+      return is_present(i) && sees(p.seen_queries, batch, head, first_token + i);
+    }
+    __device__ float row_bias(int i) const {
+      return is_present(i) ? p.mask_rows.bias(batch, head, first_token + i) : 0.f;
     }
     __device__ float number(const Strided& x, int row) const {
       return static_cast<const float*>(x.data)[Index4{batch, head, first_token + row, 0}.offset(x)];
@@ -155,7 +155,7 @@ struct TileWriter {
     __device__ void ask() {
       if constexpr (kAhead > 0) {
         if (asked < kQueries) {
-          const bool present = tile.is_present(asked);
+          const bool present = tile.has_numbers(asked);
           Ahead& to = ahead[slot];
           q.copy(to.q[threadIdx.x], present), do_.copy(to.do_[threadIdx.x], present);
           o.copy(to.o[threadIdx.x], present), residual.copy(to.residual[threadIdx.x], present);
@@ -173,7 +173,7 @@ struct TileWriter {
         read.q.word = from.q[threadIdx.x], read.do_.word = from.do_[threadIdx.x];
         read.o.word = from.o[threadIdx.x], read.residual.word = from.residual[threadIdx.x];
       } else {
-        const bool present = tile.is_present(row);
+        const bool present = tile.has_numbers(row);
         read = {q.read(present), do_.read(present), o.read(present), residual.read(present)};
         advance();
       }
@@ -257,10 +257,6 @@ struct TileWriter {
     if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
   }
 
-  static __device__ void clear(Vec8& x) {
-    for (float& y : x) y = 0.f;
-  }
-
   // Returns this thread's part of the delta of int8: of do as it is in int8, and of o minus the mean of v. Sets
   // `of_mean` to what that mean adds.
   __device__ float int8_delta(const QueryTile& at, int row, const Vec8& o, float& of_mean) const {
@@ -328,7 +324,7 @@ struct TileWriter {
         auto& rows = at.rows(i);
         rows.lse[row] = sees && i == bin ? fmaf(lse, 1.44269504f, -left_out) : INFINITY;
         rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
-        rows.dq_row_scale[row] = dq_row_scale(bound, e.do_);
+        rows.dq_row_scale[row] = p.mask_rows.mask.data ? at.row_bias(row) : dq_row_scale(bound, e.do_);
       }
     }
     if (threadIdx.x < bins) {
@@ -357,7 +353,8 @@ struct TileWriter {
 #pragma unroll
       for (int j = 0; j < kKeyBatch; ++j) {
         const int i = row + j * kRowsAtOnce;
-        present[j] = i < kKeys && range.first <= first_key + i && first_key + i < range.last;
+        present[j] = i < kKeys && range.first <= first_key + i && first_key + i < range.last &&
+                     sees(p.seen_keys, batch, head, sequence.first + first_key + i);
         raw_k[j] = k.read(present[j]), raw_v[j] = v.read(present[j]);
         k.advance(kRowsAtOnce), v.advance(kRowsAtOnce);
       }

@@ -93,11 +93,20 @@ struct HeadStats {
   float sums[kThreads * kVec8], tops[kThreads * kVec8];  // [row of threads, channel]
 };
 
+// Tells whether a key of a head is seen.
+struct SeenKeysOfHead {
+  SeenTokens by_place;
+  const unsigned char* flags;  // null: by their place alone
+  __device__ SeenKeysOfHead(const SeenKeys& seen, const TokenFlags& of_mask, const Coords& coords)
+      : by_place(seen), flags(of_mask.data ? of_mask.of(coords.batch, coords.head) : nullptr) {}
+  __device__ bool operator()(int token) { return by_place(token) && (!flags || flags[token]); }
+};
+
 // Finds the limit of head blockIdx.x and, where it is wanted, its v_mean, from an even sample of the tokens that are
 // seen. The sample is read twice, because keeping it takes many registers.
 template <class In>
 __device__ void find_mean(const Strided& from, Element through, const VMean& v_mean, const SeenKeys& seen,
-                          HeadStats& head_stats) {
+                          const TokenFlags& flags, HeadStats& head_stats) {
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
   constexpr int kAtOnceSummed =
       16;  // keys that a tensor core sums at once: a mean gains nothing there, and costs v digits
@@ -105,7 +114,7 @@ __device__ void find_mean(const Strided& from, Element through, const VMean& v_m
   float(&sums)[kThreads * kVec8] = head_stats.sums, (&tops)[kThreads * kVec8] = head_stats.tops;
   const Coords coords(from);
   const int tokens = seen.last - seen.first, sampled = min(tokens, kSampled), dim = static_cast<int>(from.shape[3]);
-  SeenTokens sees(seen);
+  SeenKeysOfHead sees(seen, flags, coords);
   // Calls f(i, numbers) for this thread's vectors of the sample.
   const auto for_samples = [&](const auto& f) {
     if (coords.row >= coords.rows) return;
@@ -159,7 +168,7 @@ constexpr int kVecsAtOnce = 4;
 template <class In>
 __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     convert_kernel(const Strided from, const Strided to, Element through, const VMean v_mean, const SeenKeys seen,
-                   float* largest, float* limits) {
+                   const TokenFlags flags, float* largest, float* limits) {
   __shared__ HeadStats head_stats;
   __shared__ unsigned most_of_block;
   ptx::griddepcontrol_launch_dependents();
@@ -167,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   const int tokens = static_cast<int>(from.shape[2]), tokens_per_pass = kVecsAtOnce * coords.rows;
   int token = static_cast<int>(blockIdx.y) * tokens_per_pass + coords.row;
   if (coords.row >= coords.rows) token = tokens;
-  SeenTokens sees(seen);
+  SeenKeysOfHead sees(seen, flags, coords);
   RawVec8<In> raw[kVecsAtOnce];
   const auto index_of = [&](int i) {
     return Index4{coords.batch, coords.head, token + i * coords.rows, coords.channel};
@@ -181,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   };
   load();
   if (threadIdx.x == 0) most_of_block = 0;
-  find_mean<In>(from, through, v_mean, seen, head_stats);
+  find_mean<In>(from, through, v_mean, seen, flags, head_stats);
   if (blockIdx.y == 0) {
     if (threadIdx.x == 0) limits[blockIdx.x] = head_stats.limit;
     if (v_mean.data)
@@ -226,7 +235,7 @@ __device__ void read_mean(const VMean& v_mean, int channel, Vec8& x) {
 // head] to the inverse of that factor.
 __global__ void __launch_bounds__(kThreads)
     rescale_kernel(const Strided from, const Strided to, Element through, const VMean v_mean, const SeenKeys seen,
-                   const float* largest, int blocks, const float* limits, float* scale) {
+                   const TokenFlags flags, const float* largest, int blocks, const float* limits, float* scale) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   float most = 0.f;
@@ -236,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.y == 0 && threadIdx.x == 0) scale[blockIdx.x] = ldexpf(1.f, -exponent);
   if (exponent == 0) return;
   const float by = ldexpf(1.f, exponent);
-  SeenTokens sees(seen);
+  SeenKeysOfHead sees(seen, flags, Coords(from));
   for_each_vec8(from, [&](const Index4& index) {
     Vec8 x{};
     if (sees(static_cast<int>(index.token))) read(from, index, x);
@@ -254,7 +263,7 @@ __global__ void __launch_bounds__(kThreads) v_stats_kernel(const Strided from, c
                                                            float* limits, float* by, unsigned* counter) {
   __shared__ HeadStats head_stats;
   ptx::griddepcontrol_launch_dependents();
-  find_mean<Bf16>(from, Element::bf16, v.v_mean, seen, head_stats);
+  find_mean<Bf16>(from, Element::bf16, v.v_mean, seen, TokenFlags{}, head_stats);
   for (unsigned c = threadIdx.x; c < static_cast<unsigned>(v.v_mean.columns); c += kThreads)
     v.v_mean.data[static_cast<int64_t>(blockIdx.x) * v.v_mean.columns + c] = head_stats.v_mean[c];
   if (threadIdx.x >= 32) return;
@@ -317,7 +326,7 @@ std::size_t convert_scratch(const Strided& from) {
 }
 
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
-                    float* scratch, float* scale, cudaStream_t stream) {
+                    const TokenFlags& flags, float* scratch, float* scale, cudaStream_t stream) {
   const int64_t heads = from.shape[0] * from.shape[1];
   if (!heads || !from.shape[2]) return;
   const bool words = from.element == Element::bf16 && through == Element::bf16 && in_words(from);
@@ -327,14 +336,14 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
   const unsigned blocks = few_of(heads, from.shape[2], tokens_per_block, in_flight);
   float *const limits = scratch, *const largest = scratch + heads;
   const auto convert = words ? convert_kernel<Bf16> : convert_kernel<void>;
-  convert<<<dim3(static_cast<unsigned>(heads), blocks), kThreads, 0, stream>>>(from, to, through, v_mean, seen, largest,
-                                                                               limits);
+  convert<<<dim3(static_cast<unsigned>(heads), blocks), kThreads, 0, stream>>>(from, to, through, v_mean, seen, flags,
+                                                                               largest, limits);
   check(cudaGetLastError(), "convert_kernel");
   const float *largest_found = largest, *limits_found = limits;
   const dim3 rescaling(static_cast<unsigned>(heads),
                        few_of(heads, from.shape[2], tokens_per_block, rescaling_in_flight));
-  launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, largest_found,
-                     static_cast<int>(blocks), limits_found, scale);
+  launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, flags,
+                     largest_found, static_cast<int>(blocks), limits_found, scale);
 }
 
 bool converts_in_slices(const Strided& from, Element through, const SeenKeys& seen) {

@@ -4,6 +4,7 @@
 
 #include "cuda/fragment/positional_mask.h"
 #include "cuda/fragment/strided.h"
+#include "cuda/operands/token_flags.h"
 #include "cuda/operands/v_slices.h"
 
 namespace octet::cuda {
@@ -18,10 +19,10 @@ void residual_of_cast(const Strided& from, const Strided& to, const Strided& res
 // largest finite magnitude of the head is within [2^-2, 2^15) and typical ones are above 2^-11. Most heads are like
 // that, and one pass is enough for them. Else the scale brings the largest into [2^13, 2^14), or typical magnitudes to
 // 2^-11 if that factor is larger: numbers that are 2^26 times as large then become infinite, instead of taking all bits
-// from the others. Tokens that no query sees count as zeros. `scratch` has convert_scratch numbers. The kernel that
-// follows may be launched with launch_pdl (host/launch.h).
+// from the others. Tokens that no query sees, by their place or by `flags` of a mask tensor, count as zeros. `scratch`
+// has convert_scratch numbers. The kernel that follows may be launched with launch_pdl (host/launch.h).
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
-                    float* scratch, float* scale, cudaStream_t stream);
+                    const TokenFlags& flags, float* scratch, float* scale, cudaStream_t stream);
 std::size_t convert_scratch(const Strided& from);
 
 // The same by a kernel that converts v itself, in slices (v_slices.h). It can where these are bf16 numbers in whole

@@ -91,8 +91,8 @@ ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns
            mean_columns};
 }
 
-void ScaledInput::preprocess(const SeenKeys& seen, cudaStream_t stream) const {
-  convert_to_f16(strided(from_), strided(view_), element(through_), mean_, seen, scratch_, scale_, stream);
+void ScaledInput::preprocess(const SeenKeys& seen, cudaStream_t stream, const TokenFlags& flags) const {
+  convert_to_f16(strided(from_), strided(view_), element(through_), mean_, seen, flags, scratch_, scale_, stream);
 }
 
 bool ScaledInput::in_slices(const SeenKeys& seen) const {

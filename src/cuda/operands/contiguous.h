@@ -43,7 +43,8 @@ class ScaledInput {
  public:
   // Numbers are rounded to the type `through` first.
   ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace);
-  void preprocess(const SeenKeys& seen, cudaStream_t stream) const;
+  // `flags`: the tokens that a mask tensor leaves to some query.
+  void preprocess(const SeenKeys& seen, cudaStream_t stream, const TokenFlags& flags = {}) const;
   // The same by the kernel itself, where it can; this clears its counter.
   bool in_slices(const SeenKeys& seen) const;
   VSlices find_v_stats(const SeenKeys& seen, unsigned* counter, cudaStream_t stream) const;

@@ -141,6 +141,23 @@ void SeenKeySide::preprocess(cudaStream_t stream) const {
   if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
 }
 
+SeenTokenFlags::SeenTokenFlags(const Problem& p, Of of, WorkspaceAllocator& workspace) : p_(p) {
+  if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return;
+  const auto flags = [&](int64_t heads, int64_t tokens) {
+    TokenFlags f{nullptr, p.mask.stride[0] ? static_cast<int>(p.batch) : 1,
+                 p.mask.stride[1] ? static_cast<int>(heads) : 1, tokens};
+    f.data = workspace.take<unsigned char>(static_cast<std::size_t>(f.batches * f.heads * tokens));
+    return f;
+  };
+  keys_ = flags(p.kv_heads, p.tokens_k);
+  if (of == Of::keys_and_queries) queries_ = flags(p.heads, p.tokens_q);
+}
+
+void SeenTokenFlags::preprocess(cudaStream_t stream) const {
+  if (keys_.data) list_keys(p_, keys_, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, nullptr, stream);
+  if (queries_.data) list_queries(p_, queries_, stream);
+}
+
 SeenQueries::SeenQueries(const Problem& p, WorkspaceAllocator& workspace) : p_(p) {
   if (!p.mask.present() || !p.tokens_q) return;
   flags_ = {nullptr, p.mask.stride[0] ? static_cast<int>(p.batch) : 1, p.mask.stride[1] ? static_cast<int>(p.heads) : 1,

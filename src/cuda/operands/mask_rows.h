@@ -1,0 +1,52 @@
+// A mask tensor with the row bias of each of its rows, and in 16 bits as TMA reads it.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "cuda/host/workspace.h"
+#include "cuda/operands/mask_tensor.h"
+
+namespace octet::cuda {
+
+// The row bias is the largest number that the mask adds to a logit of the row, or 0 if that is not finite: kernels
+// leave it out of logits, as a large number common to a row would take the bits of the logits. It changes nothing but
+// lse.
+struct MaskRows {
+  MaskTensor mask;    // as the caller has it
+  float* biases;      // [batch, head, query], or those that differ; null: 0
+  int64_t stride[3];  // of the biases
+
+  __device__ float bias(int batch, int head, int query) const {
+    return biases ? biases[batch * stride[0] + head * stride[1] + query * stride[2]] : 0.f;
+  }
+  __device__ float number(int batch, int head, int query, int key) const {
+    return mask_number(mask.element, mask.data, mask.row(batch, head, query) + key * mask.stride[3]);
+  }
+};
+
+// Allocates the row biases of a problem's mask, which is none or no f32.
+MaskRows mask_rows(const Problem& p, WorkspaceAllocator& workspace);
+// Finds them.
+void find_row_biases(const Problem& p, const MaskRows& rows, cudaStream_t stream);
+
+// A mask tensor as TMA reads it, in bf16 or f16: that of the problem, or a copy. A mask that is the same for all
+// queries has as many rows as a box, `rows`.
+class MaskTiles {
+ public:
+  MaskTiles(const Problem& p, octet_dtype type, int rows, WorkspaceAllocator& workspace);
+  void preprocess(cudaStream_t stream) const;
+  const View& view() const { return view_; }
+  // Sets {query, head, batch} to 0 where the mask is the same for all, else to 1.
+  void set_broadcast(int (&broadcast)[3]) const;
+
+  // Returns why a mask has no such form, or nothing.
+  static std::optional<std::string> unsupported_reason(const Problem& p, octet_dtype type);
+
+ private:
+  const Problem& p_;
+  View view_;
+};
+
+}  // namespace octet::cuda
