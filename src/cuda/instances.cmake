@@ -20,7 +20,7 @@ foreach(precision Bf16 F16 Bf16F16Compute Int8F16)
   octet_instance(sm90/fwd ${precision} kernel.h "Kernel forward_kernel<Precision${precision}>(int64_t, int64_t)")
 endforeach()
 foreach(precision Bf16 F16 Bf16F16Compute)
-  foreach(extra Alibi Dropout)
+  foreach(extra Alibi Dropout Mask)
     octet_instance(sm90/fwd ${precision}_${extra} kernel.h
       "Kernel forward_kernel<With${extra}<Precision${precision}>>(int64_t, int64_t)")
   endforeach()
@@ -39,7 +39,7 @@ octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bin
 foreach(instance "Bf16;first" "F16;first" "F16;further")
   list(GET instance 0 type)
   list(GET instance 1 bins)
-  foreach(extra alibi dropout)
+  foreach(extra alibi dropout mask f16_mask)
     octet_instance(sm90/bwd ${type}_${bins}_${extra} instances.h
       "Kernel backward_kernel_with<${type}, Bins::${bins}, Extra::${extra}>(int64_t, int64_t)")
   endforeach()

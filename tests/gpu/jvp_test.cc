@@ -122,7 +122,7 @@ TEST_P(GpuJvp, reads_no_token_that_is_not_seen) {
       c.dim = dim, c.dim_v = dim_v, c.kv_heads = 1, c.dlse = true;
       c.dtype = c.out_dtype = type();
       const PartlySeen x = partly_seen(c, 1);
-      if (!gpu_takes_logits(x.c, x.in.mask_dtype, x.in.mask.shape, Pass::jvp)) continue;
+      if (!gpu_takes_logits(x.c, Pass::jvp, {}, x.in.mask_dtype, x.in.mask.shape)) continue;
       SCOPED_TRACE(testing::Message() << "case " << c.name << ", head dims " << dim << " and " << dim_v);
       const Outputs want = run_on_gpu(x.c, x.in);
       const Outputs got = run_on_gpu(x.c, with_unseen(x, [](uint64_t i) { return i % 3 ? kNaN : -kInfinity; }));

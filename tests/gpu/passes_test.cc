@@ -167,6 +167,17 @@ const std::vector<Case>& gpu_cases() {
     list.push_back(aligned);
     aligned.name = "dmask_wide_terms", aligned.softcap = 2, aligned.dropout_p = .2;
     list.push_back(aligned);
+    // Warpgroups of two tiles of queries, and rings of a mask's tiles that are passed through more than once.
+    list.push_back({.name = "bias_many_tiles",
+                    .batch = 2,
+                    .heads = 4,
+                    .kv_heads = 2,
+                    .tokens_q = 450,
+                    .tokens_k = 648,
+                    .mask = MaskTensor::bias_bf16,
+                    .dtype = DType::bf16,
+                    .out_dtype = DType::bf16,
+                    .dlse = true});
     return list;
   }();
   return all;
@@ -197,7 +208,8 @@ bool supported(const Case& c, const Inputs& in, const Kind& kind) {
       .precision = kind.precision, .bias_correction = kind.bias_correction, .deterministic = kind.deterministic};
   if (!gpu_takes_extras(c, kind.pass, attention)) return false;
   if (c.dmask && kind.pass == Pass::backward && !gpu_gives_dmask(kind.precision)) return false;
-  return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape, kind.pass) &&
+  return gpu_computes(kind.pass, kind.precision) &&
+         gpu_takes_logits(c, kind.pass, attention, in.mask_dtype, in.mask.shape) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
 

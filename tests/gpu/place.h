@@ -47,13 +47,22 @@ inline int64_t gpu_most_dim(Precision precision, Pass pass = Pass::forward) {
 inline bool gpu_has_general_logits() { return tests_sm80(); }
 // Whether the backend computes a case whose mask tensor has this type and shape, if it computes ALiBi in the call. Each
 // computes key masks, bool tensors that are the same for all heads and queries, if no window, slope or sink belongs to
-// a place or to a batch element; its jvp none on Hopper.
-inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape, Pass pass = Pass::forward) {
+// a place or to a batch element. Of other masks sm90 takes bool ones, and in 16 bits those of the type of q, or in the
+// backward pass of any type of 16 bits; its jvp takes none.
+inline bool gpu_takes_logits(const Case& c, Pass pass, const Attention& attention, DType mask, const Shape& shape) {
   if (gpu_has_general_logits()) return true;
   if (c.softcap != 0) return false;
   if (mask == DType::none) return true;
+  if (c.alibi != Alibi::none || c.dropout_p != 0) return false;
   const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
-  return of_keys && c.alibi == Alibi::none && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
+  if (of_keys && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1)) return true;
+  if (pass == Pass::jvp) return false;
+  const bool forward = pass == Pass::forward, f16 = attention.precision == Precision::f16;
+  if (!f16 && attention.precision != Precision::bf16) return false;
+  if (forward ? attention.bias_correction == BiasCorrection::beta : attention.deterministic) return false;
+  if (std::max(c.dim, c.dim_v) > (forward ? 128 : 64)) return false;
+  if (mask == DType::boolean) return true;
+  return forward ? mask == (f16 ? DType::f16 : DType::bf16) : mask != DType::f32;
 }
 // Whether the backend computes ALiBi in a call for heads of up to `dim` channels.
 inline bool gpu_takes_alibi(Pass pass, const Attention& attention, int64_t dim) {

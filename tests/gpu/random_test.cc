@@ -15,7 +15,8 @@ bool solves(const RandomProblem& x) {
   const Case& c = x.c;
   const DType mask = x.in.mask.present() ? x.in.mask_dtype : DType::none;
   const bool gproj = x.pass == Pass::backward && x.attention.bias_correction == BiasCorrection::gproj;
-  return gpu_computes(x.pass, x.attention.precision) && gpu_takes_logits(c, mask, x.in.mask.shape, x.pass) && !gproj &&
+  return gpu_computes(x.pass, x.attention.precision) &&
+         gpu_takes_logits(c, x.pass, x.attention, mask, x.in.mask.shape) && !gproj &&
          std::max(c.dim, c.dim_v) <= gpu_most_dim(x.attention.precision, x.pass) &&
          gpu_takes_extras(c, x.pass, x.attention) && (c.dtype != DType::e4m3 || gpu_takes_e4m3_as_numbers());
 }

@@ -193,22 +193,22 @@ std::vector<Rejected> rejected_by_sm90() {
   add(with_precision(Precision::int8), kNoSmoothQ).attention.smooth_q = Switch::on;
   add(with_precision(Precision::fp8), "q is e4m3 and k is bf16; it takes such a q with a k of e4m3").q_dtype =
       DType::e4m3;
-  for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp}) {
-    const Asked of_pass{.pass = pass};
-    add(of_pass, "its mask tensor is bf16; it takes bool ones of shape [batch or 1, 1, 1, keys]").mask = DType::bf16;
-    add(of_pass, "its mask tensor has shape [1, 1, 130, 250]; it takes bool ones of shape [batch or 1, 1, 1, keys]")
-        .mask = DType::boolean;
-  }
+  add(jvp, "its mask tensor is bf16; it takes bool ones of shape [batch or 1, 1, 1, keys]").mask = DType::bf16;
+  add(jvp, "its mask tensor has shape [1, 1, 130, 250]; it takes bool ones of shape [batch or 1, 1, 1, keys]").mask =
+      DType::boolean;
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const Asked of_pass{.pass = pass};
+    add(of_pass, "its mask tensor is f32; it takes bool and bf16 ones beside these inputs").mask = DType::f32;
+    Asked& wide_mask =
+        add(of_pass, std::string("it has no mask tensors but key masks for head dim 160; it has: up to ") +
+                         (pass == Pass::forward ? "128" : "64"));
+    wide_mask.mask = DType::boolean, wide_mask.dim = 160;
     const auto with_key_mask = [&](const std::string& beside) -> Asked& {
       Asked& x = add(of_pass, "it takes no mask tensor together with " + beside);
       x.mask = DType::boolean, x.mask_shape = {1, 1, 1, 250};
       return x;
     };
     with_key_mask("alibi_slopes").alibi = true;
-    Asked& causal = with_key_mask("a causal mask or a window");
-    causal.attention.causal = true, causal.attention.alignment = Alignment::top_left;
     add(of_pass, "it has no softcap").attention.softcap = 2.f;
     with_key_mask("dropout").attention.dropout_p = .1;
     Asked& wide_dropout = add(of_pass, "it has no dropout for head dim 160; it has: up to 128");
@@ -228,6 +228,12 @@ std::vector<Rejected> rejected_by_sm90() {
   deterministic.alibi = true, deterministic.attention.deterministic = true;
   Asked& dmask = add({.pass = Pass::backward}, "it has no gradient of masks");
   dmask.mask = DType::f32, dmask.dmask = true;
+  Asked& biased =
+      add({.pass = Pass::backward}, "it has no mask tensors but key masks in a deterministic backward pass");
+  biased.mask = DType::bf16, biased.attention.deterministic = true;
+  add(with_precision(Precision::int8_f16),
+      "its mask tensor is bf16; it takes bool ones of shape [batch or 1, 1, 1, keys]")
+      .mask = DType::bf16;
   add({}, "k is e4m3; its bf16 takes f32, f16 and bf16").k_dtype = DType::e4m3;
   add({}, "v is quantized; its bf16 takes f32, f16 and bf16").quantized_v = true;
   add({}, "device 200 is no GPU of compute capability 9.0").device = 200;
@@ -264,11 +270,11 @@ TEST(Choice, of_sm90_with_a_key_mask) {
 
 // Whatever the environment names: sm80 is chosen for what sm90 declines of a precision that both have, and of f32.
 TEST(Choice, of_sm80_where_sm90_declines) {
-  std::vector<Asked> all(15);
+  std::vector<Asked> all(16);
   all[0].pass = Pass::jvp, all[0].dim = 160;
   all[1].attention.precision = Precision::f32;
-  all[2].mask = DType::boolean;
-  all[3].mask = DType::bf16, all[3].pass = Pass::backward;
+  all[2].mask = DType::f32;
+  all[3].mask = DType::f32, all[3].pass = Pass::backward;
   all[4].attention.softcap = 2.f;
   all[5].alibi = true, all[5].pass = Pass::backward, all[5].dim = 160;
   all[6].tokens_q = 1, all[6].tokens_k = 4096;  // it could, but would leave most multiprocessors idle
@@ -280,6 +286,8 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   all[12].attention.precision = Precision::int8_fp8, all[12].dim = 160;
   all[13].attention.precision = Precision::fp8_raw, all[13].alibi = true;
   all[14].mask = DType::f32, all[14].pass = Pass::backward, all[14].dmask = true;
+  all[15].mask = DType::boolean, all[15].tokens_k = 1200;  // the mask may be causal
+  all[15].mask_shape = {1, 1, 130, 1200};
   for (Asked& x : all) {
     x.attention.backend = "";
     const std::string answer = answer_to(x);

@@ -430,7 +430,7 @@ TEST(GpuDsinks, of_batch_elements_are_apart_beside_a_key_mask) {
   for (const bool repeat : {false, true}) {
     SCOPED_TRACE(repeat);
     in.sinks_repeat = repeat;
-    if (!gpu_takes_logits(c, in.mask_dtype, in.mask.shape)) {
+    if (!gpu_takes_logits(c, Pass::forward, attention, in.mask_dtype, in.mask.shape)) {
       EXPECT_THROW(pass(Pass::forward, nullptr), Error);
       continue;
     }

@@ -458,7 +458,7 @@ def chosen(*arrays, **how):
             torch.bfloat16,
             "no, it has no alibi_slopes with bias_correction beta",
         ),
-        ({"mask": torch.ones(64, 64, dtype=torch.bool)}, torch.float16, "no, its mask tensor has shape [1, 1, 64"),
+        ({"mask": torch.ones(64, 64)}, torch.float16, "no, its mask tensor is f32; it takes bool and f16 ones"),
         ({"kind": "jvp"}, torch.bfloat16, "no, it has no jvp pass; it has: forward, backward"),
         ({}, torch.float32, "no, it has no f32; "),
     ],

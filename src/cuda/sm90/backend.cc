@@ -44,8 +44,8 @@ std::optional<std::string> type_unsupported_reason(const Problem& p) {
   return {};
 }
 
-// Returns the answer to a problem without a mask tensor, of a pass and a precision that there are.
-Answer plan_unmasked(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
+// Returns the answer to a problem without a key mask, of a pass and a precision that there are.
+Answer plan_as_it_is(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
   if (p.softcap) return std::string("it has no softcap");
   if (p.pass == OCTET_JVP)
     if (auto reason = jvp_unsupported_reason(p)) return std::move(*reason);
@@ -70,15 +70,28 @@ Answer plan(const Problem& p, void* workspace) {
   if (numerics.formats.has_8bit_qk() && p.pass != OCTET_FORWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.dmask.present()) return text("it has no gradient of masks");
-  const auto plan_of_packed = [&](const Problem& packed, void* rest) { return plan_unmasked(packed, numerics, rest); };
+  const auto plan_of_packed = [&](const Problem& packed, void* rest) { return plan_as_it_is(packed, numerics, rest); };
   const auto in_pages = [](const Problem&) { return false; };
   if (p.cached()) return plan_of_cached(p, workspace, in_pages, plan_of_packed);
-  if (!p.mask.present()) return plan_unmasked(p, numerics, workspace);
-  if (auto reason = no_key_mask_reason(p)) return std::move(*reason);
+  if (!p.mask.present()) return plan_as_it_is(p, numerics, workspace);
+  if (auto reason = no_key_mask_reason(p)) {
+    if (p.pass == OCTET_JVP) return std::move(*reason);
+    return plan_as_it_is(p, numerics, workspace);
+  }
   return plan_of_rewritten(std::make_shared<const PackedKeys>(p, workspace), workspace, plan_of_packed);
 }
 
+// Returns why `sm80` is faster under a bool mask tensor that is no key mask, or nothing. It leaves out the tiles that
+// the mask hides, which is half of them under a causal one.
+std::optional<std::string> hidden_tiles_reason(const Problem& p) {
+  constexpr int64_t kMostKeys = 1024;
+  if (p.mask.dtype != OCTET_BOOL || !no_key_mask_reason(p) || most_keys(p) <= kMostKeys) return {};
+  return text("sm80 leaves out tiles that a bool mask tensor hides, and is faster over more than ", kMostKeys, " keys");
+}
+
 std::optional<std::string> deferral_reason(const Problem& p) {
+  if (p.mask.present())
+    if (auto reason = hidden_tiles_reason(p)) return reason;
   if (p.pass != OCTET_FORWARD || !splitting_keys_is_faster(p, card(p.device_index).multiprocessors)) return {};
   return text("sm80 is faster for ", most_queries(p), " queries over ", most_keys(p), " keys, which it splits");
 }

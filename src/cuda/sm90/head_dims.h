@@ -23,9 +23,12 @@ constexpr int kMostDim = 256;
 template <class... Dims>
 struct DimsList {};
 
-// What a kernel of 16 bits has beside products and a softmax, and the head dims of those that have it.
-enum class Extra { none, alibi, dropout };
+// What a kernel of 16 bits has beside products and a softmax, and the head dims of those that have it. The numbers of a
+// mask tensor are bf16 (`mask`) or f16; a forward kernel has those of its q and k.
+enum class Extra { none, alibi, dropout, mask, f16_mask };
+constexpr bool has_mask(Extra extra) { return extra == Extra::mask || extra == Extra::f16_mask; }
 using ExtraDims = DimsList<Dims64, Dims128>;
 constexpr int kMaxExtraDim = 128;
+constexpr int kMaxBackwardMaskDim = 64;
 
 }  // namespace octet::cuda::sm90

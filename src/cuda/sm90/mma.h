@@ -71,8 +71,8 @@ __device__ void mma_ABt_8bit(Accumulator<TileB::kRows, Sum>& d, const Operand<T,
 }
 
 // Returns the offset of this thread's first address for stmatrix within 64 rows of a tile.
-__device__ inline int store_offset() {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+__device__ inline int store_offset(unsigned thread = threadIdx.x) {
+  const int lane = thread % 32, row = thread % kWarpgroup / 32 * 16 + lane % 16;
   return row * kPanelRowBytes + (lane / 16 ^ row % kSwizzleRows) * 16;
 }
 

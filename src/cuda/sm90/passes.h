@@ -17,7 +17,7 @@ Plan jvp(const Problem& p, void* workspace);
 
 // Returns whether there are forward kernels for some formats.
 bool has_kernels(const ForwardFormats& formats);
-// Returns what the kernels of a problem have beside products and a softmax: ALiBi where it has both.
+// Returns what the kernels of a problem have beside products and a softmax: the first of ALiBi, dropout and a mask.
 Extra extra_of(const Problem& p);
 // Returns the reason why there is no kernel with that, of formats that have kernels without, or nothing.
 std::optional<std::string> extra_unsupported_reason(const Problem& p, const ForwardNumerics& numerics);

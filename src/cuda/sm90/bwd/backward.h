@@ -21,6 +21,7 @@
 #include "cuda/sm90/bwd/dq_sums.h"
 #include "cuda/sm90/bwd/epilogue.h"
 #include "cuda/sm90/bwd/mask.h"
+#include "cuda/sm90/bwd/mask_pipeline.h"
 #include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/bwd/tiles.h"
 #include "cuda/sm90/pipeline.h"
@@ -35,12 +36,13 @@ struct Backward {
   static constexpr int kWarpgroups = 2, kConsumerThreads = kWarpgroups * kWarpgroup,
                        kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
-  static constexpr int kStages = BackwardStages<kTileDim>::kStages, kDoStages = BackwardStages<kTileDim>::kDoStages,
-                       kDsStages = 2;
+  static constexpr bool kAlibi = extra == Extra::alibi, kDrops = extra == Extra::dropout, kMasked = has_mask(extra);
+  using Stages = BackwardStages<kTileDim, kMasked>;
+  static constexpr int kStages = Stages::kStages, kDoStages = Stages::kDoStages, kDsStages = 2;
   // Prefetch distance: the next block is taken when this many iterations of the current one are left to load. That is
   // early enough to make its k and v ready, and late enough for all thread blocks to end together.
   static constexpr int kPrefetchDistance = 6, kKeyStages = 2;
-  using Converter = KeyConverter<T, kKeys, kTileDim>;
+  using Converter = KeyConverter<T, kKeys, kTileDim, kMasked>;
   // Named barriers: one among the warps that convert keys, and the first of one per consumer warpgroup: for their
   // turns, and among the warps of each once its products have read shared memory.
   enum NamedBarrier : int { kConverterBarrier = Converter::kBarrier, kPingPongBarrier = 2, kReadBarrier = 4 };
@@ -54,13 +56,12 @@ struct Backward {
   // True: no query of a block's first tile may see the second warpgroup's keys, which then passes the tile by. Later
   // iterations are not passed by, as they compute dq of the one before.
   static constexpr bool kPassesFirst = kQueries <= kWarpgroupRows;
-  static constexpr bool kAlibi = extra == Extra::alibi, kDrops = extra == Extra::dropout;
   // True: what dropout keeps is found beside the products, which takes registers.
   static constexpr bool kEarlyKept = kEarlyP && bins == Bins::first;
   // True: factors are read from shared memory where they are needed, for want of registers.
   static constexpr bool kFactorsStay = kDrops && bins == Bins::further;
   // True: iterations need to know their head of the group.
-  static constexpr bool kByHead = kAlibi || kDrops;
+  static constexpr bool kByHead = kAlibi || kDrops || kMasked;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = kTileDim == 128;
   using Scheduler = KeyBlockScheduler<kQueries, kKeys, bins>;
@@ -79,8 +80,12 @@ struct Backward {
   // True: q and do may be the caller's, as these operands have no scale.
   static constexpr bool kMayReadRows = std::is_same_v<T, Bf16> && may_read_rows(Dim);
 
-  struct alignas(kSwizzleBytes) Shared {
-    unsigned char k[kKeyStages][TileK::kBytes], v[kKeyStages][TileK::kBytes];
+  using Mask = MaskPipeline<std::conditional_t<extra == Extra::f16_mask, F16, Bf16>, kQueries>;
+  template <int>
+  struct Nothing {};
+  struct alignas(kSwizzleBytes) Shared : std::conditional_t<kMasked, typename Mask::Tiles, Nothing<0>>,
+                                         std::conditional_t<kMasked, typename Mask::Pipes, Nothing<1>> {
+    alignas(kSwizzleBytes) unsigned char k[kKeyStages][TileK::kBytes], v[kKeyStages][TileK::kBytes];
     unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
     unsigned char ds[kDsStages][TileDs::kBytes];
     Rows rows[kStages];
@@ -101,6 +106,7 @@ struct Backward {
       for (int i = 0; i < kKeyStages; ++i) k_rows_full[i].init(1), v_rows_full[i].init(1);
       tile_pipe.init(readers);
       for (Barrier& empty : rows_empty) empty.init(kConsumerThreads);
+      if constexpr (kMasked) Mask::Pipes::init();
       for (int i = 0; i < kDsStages; ++i) ds_pipe.full[i].init(kWarps), ds_pipe.empty[i].init(kWarps);
     }
   };
@@ -169,7 +175,8 @@ struct Backward {
                         int iterations, unsigned n, int offset) const;
   template <bool kUsual>
   __device__ void take_P(Accumulator<kQueries>& s, float factor, const ColumnValues<kQueries>& columns,
-                         const Rows& rows, const KeyBlockInfo& w, int key, int head) const;
+                         const Rows& rows, const KeyBlockInfo& w, int key, int head, int warpgroup, unsigned n) const;
+  __device__ void fetch_mask(const KeyBlockInfo& w, const MBlock& at, int group, unsigned n) const;
   __device__ void put_ds(const Operand<T, kQueries>& ds, int warpgroup, unsigned n, int offset);
   __device__ Target pass_first(int warpgroup, unsigned n, float dq_sums_scale, int offset);
   template <bool kUsual>

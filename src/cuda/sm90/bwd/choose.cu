@@ -39,6 +39,11 @@ const Row& row_of(const Problem& p, bool f16) {
       return f16 ? kF16RowWith<Extra::alibi> : kBf16RowWith<Extra::alibi>;
     case Extra::dropout:
       return f16 ? kF16RowWith<Extra::dropout> : kBf16RowWith<Extra::dropout>;
+    case Extra::mask:
+      if (p.mask.dtype == OCTET_F16) return f16 ? kF16RowWith<Extra::f16_mask> : kBf16RowWith<Extra::f16_mask>;
+      return f16 ? kF16RowWith<Extra::mask> : kBf16RowWith<Extra::mask>;
+    case Extra::f16_mask:
+      break;
   }
   return kBf16Row;
 }
@@ -86,7 +91,9 @@ BackwardKernels choose_kernels(const Problem& p) {
   const Kernel& kernel = kernels.kernel;
   if (row.further) kernels.further = row.further(kernel.dim, kernel.dim_v, choice.sums);
   kernels.key_tiles = !converts_keys(p, choice.cast);
-  kernels.query_tiles = kernels.key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);
+  // Queries that see no key of a mask tensor may hold anything.
+  kernels.query_tiles =
+      kernels.key_tiles || p.mask.present() || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);
   // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
   if (kernel.cluster > 1) kernels.query_tiles = kernels.key_tiles = kernels.query_tiles || !reads_keys(p);
   return kernels;

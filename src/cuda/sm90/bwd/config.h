@@ -27,10 +27,13 @@ constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256
 // of 64 keys and a quarter of dq.
 constexpr int kBackwardWarps = 8;                                         // consumer warps
 constexpr int kBackwardRegisters = 232, kBackwardProducerRegisters = 40;  // per thread
-template <int Dim>
+// A mask tensor takes the place of the third stage of q. It comes in units of kMaskQueries queries and 64 keys, in a
+// ring of kMaskStages for each warpgroup.
+template <int Dim, bool Masked = false>
 struct BackwardStages {
-  static constexpr int kStages = Dim == 64 ? 3 : 2, kDoStages = 2;
+  static constexpr int kStages = Dim == 64 && !Masked ? 3 : 2, kDoStages = 2;
 };
+constexpr int kMaskQueries = 16, kMaskStages = 7;
 // The stages of the 2-CTA kernel: of the local columns of q and of do, of the remote ones of both, and of p.
 template <class Dims>
 struct Stages2Cta {

@@ -12,8 +12,9 @@
 
 namespace octet::cuda::sm90 {
 
-// The conversion by one thread, which has a column of four channels (eight would need too many registers).
-template <class T, int kKeys, int Dim>
+// The conversion by one thread, which has a column of four channels (eight would need too many registers). `kFlagged`:
+// flags say which keys a mask tensor leaves to some query.
+template <class T, int kKeys, int Dim, bool kFlagged>
 struct KeyConverter {
   static constexpr int kThreads = 96, kBarrier = 1;
   static constexpr int kChannels = 4, kColumns = Dim / kChannels, kRowsAtOnce = kThreads / kColumns;
@@ -29,8 +30,18 @@ struct KeyConverter {
   unsigned first_row, rows;  // the rows of keys that some query sees; all others become 0
   bool bf16;
   const float* mean;  // of this thread's channels, or null
+  uint32_t seen;      // if kFlagged: a bit for each row of this thread, 0 for one that becomes 0
 
   static __device__ int channel(int thread) { return thread % kColumns * kChannels; }
+  // Returns `seen` of rows [first_row, first_row + rows) by their flags.
+  static __device__ uint32_t seen_of(unsigned thread, unsigned first_row, unsigned rows, const unsigned char* flags) {
+    static_assert(!kFlagged || kKeys <= 32 * kRowsAtOnce);
+    uint32_t seen = 0;
+#pragma unroll 4
+    for (unsigned i = 0, row = thread / kColumns; row < kKeys; ++i, row += kRowsAtOnce)
+      if (row - first_row < rows && flags[row]) seen |= 1u << i;
+    return seen;
+  }
 
   struct Fitted {
     int exponent;  // the operand is 2^exponent times the caller's numbers
@@ -63,13 +74,14 @@ struct KeyConverter {
   template <class In>
   __device__ bool convert_from(int exponent, float limit) const {
     constexpr bool kConverts = std::is_same_v<T, F16>;
-    if (!kConverts && rows == kKeys) return true;
+    if (!kConverts && !kFlagged && rows == kKeys) return true;
     const float scale = power_of_two(exponent);
     float4 offset = mean_or_zeros();
     offset = {-scale * offset.x, -scale * offset.y, -scale * offset.z, -scale * offset.w};
     uint32_t largest = 0;  // magnitudes as bits, whose order is that of the numbers, with NaN last
+    uint32_t left = seen;
 #pragma unroll 1
-    for (unsigned first = thread / kColumns; first < kKeys; first += kBatch * kRowsAtOnce) {
+    for (unsigned first = thread / kColumns; first < kKeys; first += kBatch * kRowsAtOnce, left >>= kBatch) {
       uint2 pairs[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -84,7 +96,7 @@ struct KeyConverter {
           pairs[i].x = ptx::pack<T>(__fmaf_rn(low.x, scale, offset.x), __fmaf_rn(low.y, scale, offset.y));
           pairs[i].y = ptx::pack<T>(__fmaf_rn(high.x, scale, offset.z), __fmaf_rn(high.y, scale, offset.w));
         }
-        if (row - first_row >= rows) pairs[i] = {};
+        if (kFlagged ? !(left >> i & 1) : row - first_row >= rows) pairs[i] = {};
         if constexpr (kConverts)
           largest = __vmaxu2(largest, __vmaxu2(pairs[i].x & 0x7fff7fffu, pairs[i].y & 0x7fff7fffu));
         if (row < kKeys) at(row) = pairs[i];
@@ -98,9 +110,10 @@ struct KeyConverter {
   __device__ int exponent_of_largest() const {
     const float4 less = mean_or_zeros();
     float most = 0.f;
+    uint32_t left = seen;
 #pragma unroll 1
-    for (unsigned row = thread / kColumns; row < kKeys; row += kRowsAtOnce) {
-      if (row - first_row >= rows) continue;
+    for (unsigned row = thread / kColumns; row < kKeys; row += kRowsAtOnce, left >>= 1) {
+      if (kFlagged ? !(left & 1) : row - first_row >= rows) continue;
       const uint2 pairs = at(row);
       const float2 low = unpack(pairs.x), high = unpack(pairs.y);
       for (const float x : {low.x - less.x, low.y - less.y, high.x - less.z, high.y - less.w})

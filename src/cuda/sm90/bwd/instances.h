@@ -40,7 +40,7 @@ Kernel backward_kernel(int64_t dim, int64_t dim_v) {
 
 template <class T, Bins bins, Extra extra>
 Kernel backward_kernel_with(int64_t dim, int64_t dim_v) {
-  return first_holding(dim, dim_v, ExtraDims{},
+  return first_holding(dim, dim_v, std::conditional_t<has_mask(extra), DimsList<Dims64>, ExtraDims>{},
                        []<class Dims>(Dims) { return describe_backward<T, Dims, Sums::floats, bins, extra>(); });
 }
 

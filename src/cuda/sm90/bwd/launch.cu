@@ -2,15 +2,19 @@
 #include <algorithm>
 
 #include "cuda/bwd/alibi.h"
+#include "cuda/bwd/masked.h"
 #include "cuda/bwd/operands.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/contiguous.h"
+#include "cuda/operands/mask_rows.h"
 #include "cuda/operands/masks.h"
+#include "cuda/operands/seen.h"
 #include "cuda/operands/slopes.h"
 #include "cuda/sm90/bwd/choose.h"
+#include "cuda/sm90/bwd/config.h"
 #include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/passes.h"
 
@@ -38,17 +42,22 @@ Plan backward(const Problem& p, void* workspace) {
   const Strided saved_lse = params.lse;
   const AlibiSlopes slopes = alibi_slopes(p);
   LseParams rows{.q = params.q, .k = params.k, .lse = params.lse, .round = params.round_q};
-  if (slopes.data) {
+  const MaskRows mask = mask_rows(p, allocator);
+  const MaskTiles mask_tiles(p, p.mask.dtype == OCTET_F16 ? OCTET_F16 : OCTET_BF16, kMaskQueries, allocator);
+  const SeenTokenFlags seen(p, SeenTokenFlags::Of::keys_and_queries, allocator);
+  params.seen_keys = seen.keys(), params.seen_queries = seen.queries(), params.mask_rows = mask;
+  if (has_row_bias(p)) {
     rows.sinks = params.sinks, rows.mask = params.mask, rows.group = params.group;
     rows.q_blocks = params.q_blocks, rows.k_blocks = params.k_blocks;
     rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
     params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
   }
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
-  const auto name = [choice, slopes, drops = p.dropout != 0] {
+  const auto name = [choice, slopes, drops = p.dropout != 0, masked = p.mask.present()] {
     return text("backward ", choice.f16 ? "in f16" : "in bf16",
                 slopes.data ? " with ALiBi"
                 : drops     ? " with dropout"
+                : masked    ? " with a mask tensor"
                             : "",
                 ", wgmma, ", choice.kernel.rows, " x ", choice.kernel.keys, " tiles",
                 choice.sums == Sums::integers ? ", dq in integers" : "");
@@ -76,6 +85,13 @@ Plan backward(const Problem& p, void* workspace) {
     }
     a.slopes = slopes, a.dropout = dropout_of(p);
     if (slopes.data) subtract_row_biases(rows, slopes, p.scale, stream);
+    if (p.mask.present()) {
+      find_row_biases(p, mask, stream), mask_tiles.preprocess(stream), seen.preprocess(stream);
+      if (has_row_bias(p)) subtract_row_biases(rows, mask, p.scale, stream);
+      if (mask.mask.bytes) a.mask_tiles = tensor_map(mask_tiles.view(), kMaskQueries);
+      mask_tiles.set_broadcast(a.mask_broadcast);
+      a.seen_keys = seen.keys();
+    }
     choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, choice.sums, stream);
     if (all && k_blocks) {
       if (!a.q) a.q_rows = tensor_map(p.q, kernel.rows), a.do_rows = tensor_map(p.do_, kernel.rows);
@@ -93,9 +109,11 @@ Plan backward(const Problem& p, void* workspace) {
       }
     }
     if (p.dq.elements()) postprocess_dq(a, params.tile_dim, choice.sums, strided(p.dq), stream);
-    if (p.dq.elements() && all && k_blocks && (p.windowed || p.dropout)) {
+    if (p.dq.elements() && all && k_blocks && (p.windowed || p.dropout || p.mask.present())) {
       if (p.dropout)
         recompute_masked(params, a, a.dropout, strided(p.dq), stream);
+      else if (p.mask.present())
+        recompute_masked(params, a, mask, strided(p.dq), stream);
       else
         slopes.data ? recompute_masked(params, a, slopes, strided(p.dq), stream)
                     : recompute_masked(params, a, strided(p.dq), stream);

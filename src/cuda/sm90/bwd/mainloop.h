@@ -106,14 +106,17 @@ __device__ inline Target Backward<T, Dim, sums, bins, extra>::pass_first(int war
 }
 
 // Turns s into p = exp(scale s - lse), also where a query does not see a key. `key`: of the fragment's first row;
-// `head`: of the group. With ALiBi lse is not in `columns` but read here, as there may be no registers for it.
+// `head`: of the group. With ALiBi and mask tensors lse is not in `columns` but read here, as there may be no registers
+// for it. `n`: the iteration.
 template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 template <bool kUsual>
 __device__ inline void Backward<T, Dim, sums, bins, extra>::take_P(Accumulator<kQueries>& s, float factor,
                                                                    const ColumnValues<kQueries>& columns,
                                                                    const Rows& rows, const KeyBlockInfo& w, int key,
-                                                                   int head) const {
-  if constexpr (kAlibi)
+                                                                   int head, int warpgroup, unsigned n) const {
+  if constexpr (kMasked)
+    Mask::take_P(shared, s, factor, rows, warpgroup, n);
+  else if constexpr (kAlibi)
     take_alibi_P<kUsual>(a, s, factor, slope_of(a.slopes, a, w, head), rows.lse, w, key, rows.first);
   else
 #pragma unroll
@@ -209,8 +212,8 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
-    ColumnValues<kQueries> columns(kAlibi ? rows.delta : rows.lse);
-    take_P<kUsual>(s, logits_factor, columns, rows, w, w.first_key + first_row, head);
+    ColumnValues<kQueries> columns(kAlibi || kMasked ? rows.delta : rows.lse);
+    take_P<kUsual>(s, logits_factor, columns, rows, w, w.first_key + first_row, head, warpgroup, n);
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + first_row, rows.first);
     if constexpr (kEarlyP && (!kDrops || kEarlyKept)) convert_p(s, kept, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.

@@ -48,7 +48,18 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::load_tiles(const Key
     shared.do_pipe.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
     shared.do_pipe.full[do_stage].arrive_expecting(TileQ::kBytes);
     fetch_queries(shared.do_[do_stage], a.do_, a.do_rows, shared.do_pipe.full[do_stage]);
+    if constexpr (kMasked) fetch_mask(w, m_block, group, n);
   }
+}
+
+// Loads the mask tensor of iteration n.
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::fetch_mask(const KeyBlockInfo& w, const MBlock& at,
+                                                                       int group, unsigned n) const {
+  Mask::fetch(shared, n, [&](const auto& tile, int query, int key, Barrier& full) {
+    load(tile, a.mask_tiles, w.first_key + key, (at.tile * kQueries + query) * a.mask_broadcast[0],
+         (w.kv_head * group + at.head) * a.mask_broadcast[1], w.batch * a.mask_broadcast[2], &full.word);
+  });
 }
 
 // Takes the next block of keys, or the last one again for one more bin of its queries, and loads its k and v.
@@ -167,12 +178,17 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::convert_rows(int thr
   const int head = w.batch * a.kv_heads + w.kv_head, channel = Converter::channel(thread);
   const Interval seen = a.mask.seen(w.q.tokens, w.k.tokens);
   const int first_row = max(seen.first - w.first_key, 0);
+  const unsigned rows = static_cast<unsigned>(max(min(seen.last - w.first_key, kKeys) - first_row, 0));
+  uint32_t flagged = 0;
+  if constexpr (kMasked)
+    flagged = Converter::seen_of(thread, first_row, rows, a.seen_keys.of(w.batch, w.kv_head) + w.first_key);
   const Converter converter{.thread = static_cast<unsigned>(thread),
                             .tile = {is_k ? shared.k[stage] : shared.v[stage]},
                             .first_row = static_cast<unsigned>(first_row),
-                            .rows = static_cast<unsigned>(max(min(seen.last - w.first_key, kKeys) - first_row, 0)),
+                            .rows = rows,
                             .bf16 = a.rows_are_bf16,
-                            .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
+                            .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr,
+                            .seen = flagged};
   const Exponents& e = scheduler.exponents(w);
   await();
   typename Converter::Fitted fitted{is_k ? e.k : e.v, Converter::kNone};

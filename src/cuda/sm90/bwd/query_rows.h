@@ -3,6 +3,7 @@
 #include "cuda/bwd/preprocess.h"
 #include "cuda/fragment/alibi.h"
 #include "cuda/fragment/dropout.h"
+#include "cuda/operands/token_flags.h"
 
 namespace octet::cuda::sm90 {
 
@@ -18,6 +19,10 @@ struct BackwardRowsParams : BackwardParams {
   bool sends_keys;
   AlibiSlopes slopes;
   Dropout dropout;
+  // A mask tensor as TMA reads it; {query, head, batch}: 0 where it is the same for all, else 1.
+  CUtensorMap mask_tiles;
+  int mask_broadcast[3];
+  TokenFlags seen_keys;  // of k and v that are converted here
 };
 constexpr int kSentRows = 16;  // of a warp
 

@@ -3,6 +3,8 @@
 #include "core/error.h"
 #include "core/names.h"
 #include "cuda/fragment/precision.h"
+#include "cuda/operands/key_mask.h"
+#include "cuda/operands/mask_rows.h"
 #include "cuda/sm90/fwd/choose.h"
 #include "cuda/sm90/passes.h"
 
@@ -21,14 +23,17 @@ constexpr Row kRows[] = {
     {kF16, false, false, Extra::none, forward_kernel<PrecisionF16>},
     {kF16, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionF16>>},
     {kF16, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionF16>>},
+    {kF16, false, false, Extra::mask, forward_kernel<WithMask<PrecisionF16>>},
     {kF16, true, false, Extra::none, forward_kernel<WithBeta<PrecisionF16>>},
     {kBf16, false, false, Extra::none, forward_kernel<PrecisionBf16>},
     {kBf16, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionBf16>>},
     {kBf16, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionBf16>>},
+    {kBf16, false, false, Extra::mask, forward_kernel<WithMask<PrecisionBf16>>},
     {kBf16, true, false, Extra::none, forward_kernel<WithBeta<PrecisionBf16>>},
     {kBf16F16Compute, false, false, Extra::none, forward_kernel<PrecisionBf16F16Compute>},
     {kBf16F16Compute, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionBf16F16Compute>>},
     {kBf16F16Compute, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionBf16F16Compute>>},
+    {kBf16F16Compute, false, false, Extra::mask, forward_kernel<WithMask<PrecisionBf16F16Compute>>},
     {kInt8F16, false, false, Extra::none, forward_kernel<PrecisionInt8F16>},
     {kInt8, false, false, Extra::none, forward_8bit_kernel<PrecisionInt8>},
     {kInt8Fp8, false, false, Extra::none, forward_8bit_kernel<PrecisionInt8Fp8>},
@@ -68,7 +73,10 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
 }
 
 Extra extra_of(const Problem& p) {
-  return p.alibi_slopes.present() ? Extra::alibi : p.dropout ? Extra::dropout : Extra::none;
+  return p.alibi_slopes.present() ? Extra::alibi
+         : p.dropout              ? Extra::dropout
+         : p.mask.present()       ? Extra::mask
+                                  : Extra::none;
 }
 
 bool has_kernels(const ForwardFormats& formats) {
@@ -78,15 +86,26 @@ bool has_kernels(const ForwardFormats& formats) {
 std::optional<std::string> extra_unsupported_reason(const Problem& p, const ForwardNumerics& numerics) {
   const Extra extra = extra_of(p);
   if (extra == Extra::none) return {};
-  const std::string without = extra == Extra::alibi ? "it has no alibi_slopes" : "it has no dropout";
+  if (p.mask.present() && extra != Extra::mask)
+    return text("it takes no mask tensor together with ", extra == Extra::alibi ? "alibi_slopes" : "dropout");
+  const std::string without = extra == Extra::alibi     ? "it has no alibi_slopes"
+                              : extra == Extra::dropout ? "it has no dropout"
+                                                        : "it has no mask tensors but key masks";
   if (p.dropout && p.alibi_slopes.present()) return "it has no dropout together with alibi_slopes";
   if (std::none_of(std::begin(kRows), std::end(kRows),
-                   [&](const Row& row) { return row.formats == numerics.formats && row.extra == extra; }))
+                   [&](const Row& row) { return row.formats == numerics.formats && row.extra == extra; })) {
+    if (extra == Extra::mask) return no_key_mask_reason(p);
     return text(without, " in ", name(p.precision));
-  if (const int64_t dim = std::max(p.dim, p.dim_v); dim > kMaxExtraDim)
-    return text(without, " for head dim ", dim, "; it has: up to ", kMaxExtraDim);
+  }
+  const int most = extra == Extra::mask && p.pass == OCTET_BACKWARD ? kMaxBackwardMaskDim : kMaxExtraDim;
+  if (const int64_t dim = std::max(p.dim, p.dim_v); dim > most)
+    return text(without, " for head dim ", dim, "; it has: up to ", most);
   if (p.pass == OCTET_FORWARD && numerics.beta) return text(without, " with bias_correction beta");
   if (p.pass == OCTET_BACKWARD && p.deterministic) return text(without, " in a deterministic backward pass");
+  if (extra == Extra::mask) {
+    const bool f16 = p.pass == OCTET_FORWARD ? numerics.type() == OCTET_F16 : p.mask.dtype == OCTET_F16;
+    return MaskTiles::unsupported_reason(p, f16 ? OCTET_F16 : OCTET_BF16);
+  }
   return {};
 }
 

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cuda/fragment/alibi.h"
+#include "cuda/fragment/masked.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/sm90/head_dims.h"
 
@@ -19,7 +20,7 @@ namespace octet::cuda::sm90 {
 // The head dims that the kernels of a precision are built for.
 template <class Precision>
 using ForwardDims = std::conditional_t<
-    kHasAlibi<Precision> || kHasDropout<Precision>, ExtraDims,
+    kHasAlibi<Precision> || kHasDropout<Precision> || kHasMask<Precision>, ExtraDims,
     std::conditional_t<kIntegerLogits<Precision> || kHasBeta<Precision>,
                        DimsList<Dims64, Dims128, Dims192x128, Dims256>,
                        DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>>;
@@ -59,7 +60,8 @@ struct ForwardTile<Precision, Dims96> : ThreeWarpgroups {
 };
 template <class Precision>
 struct ForwardTile<Precision, Dims128> : TwoWarpgroups {
-  static constexpr int kKeys = 128, kStages = 2, kQStages = 2;
+  // A tile of a mask tensor takes the place of the second stage of q.
+  static constexpr int kKeys = 128, kStages = 2, kQStages = kHasMask<Precision> ? 1 : 2;
   static constexpr bool kPingPong = true;
 };
 template <class Precision>

@@ -7,6 +7,14 @@
 
 namespace octet::cuda::sm90 {
 
+// A tile of which ptxas cannot compute the offset of stores ahead of a mainloop that has no register for it.
+template <class Tile>
+struct WithLateOffset : Tile {};
+template <class T, int Columns, class Tile>
+__device__ void store(const Operand<T, Columns>& x, const WithLateOffset<Tile>& tile, int row) {
+  cuda::store(x, static_cast<const Tile&>(tile), row, store_offset(ptx::opaque(static_cast<int>(threadIdx.x))));
+}
+
 // Writes o, its residual and lse of this thread's two rows. Returns true if a number of v that is not finite may have
 // met them; all rows of a warp meet the same v, so that one of them is enough.
 template <class Precision, class Dims>
@@ -37,6 +45,10 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row)
       row_bias[row] = alibi_row(q_tile, slope, query + 8 * row).row_bias(slope);
+  }
+  if constexpr (kMasked) {
+    const float* const from = row_bias_of(warpgroup, ptx::opaque(static_cast<int>(threadIdx.x)));
+    row_bias = {from[0], from[8]};
   }
   if (a.sinks.data) {
     const float sink = a.sinks.at(q_tile.batch, q_tile.head);
@@ -100,10 +112,11 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
                                                           const Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
   if constexpr (kThroughQ && sizeof(T) == 2) {
-    const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
+    using Rows = SharedTile<T, kRows, Dims::kDimV>;
+    const std::conditional_t<kMasked, WithLateOffset<Rows>, Rows> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
     const int first = query - fragment_row();
-    const uint4 word = store_rows(to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + first),
-                                  to.stride[2], q_tile.q_tokens - first, o, tile, a.dim_v);
+    T* const rows = to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + first);
+    const uint4 word = store_rows(rows, to.stride[2], q_tile.q_tokens - first, o, tile, a.dim_v);
     return has_infinite<T>(word);
   } else {
 #pragma unroll
@@ -130,25 +143,31 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
   };
   const SeenTiles tiles = seen_tiles(a.mask, q_tile, q_tile.q_start, kRows, kKeys);
   const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
-  if (!kDrops && !masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
+  if (!kDrops && !kMasked && !masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
     const float slope = kAlibi ? a.slopes.at(q_tile.sequence, q_tile.head) : 0.f;
+    const float mask_bias = kMasked ? a.mask_rows.bias(q_tile.batch, q_tile.head, query) : 0.f;
     const AlibiRow alibi = kAlibi ? alibi_row(q_tile, slope, query) : AlibiRow{};
     const auto logit = [&](int key) {
       const float k_scale = kQuantizedQk ? a.k_scale[static_cast<int64_t>(kv) * a.keys + k_first + key] : 1.f;
       const float x =
           scale_log2 * k_scale * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
+      if constexpr (kMasked) {
+        const float number = a.mask_rows.number(q_tile.batch, q_tile.head, query, key);
+        return number == -INFINITY ? number : __fmaf_rn(number - mask_bias, kLog2e, x);
+      }
       return kAlibi ? x + alibi.term(slope_log2(slope), key) : x;
     };
     const auto kept_value = [&](int key, int channel) {
+      if (kMasked && a.mask_rows.number(q_tile.batch, q_tile.head, query, key) == -INFINITY) return 0.f;
       return kDrops && a.dropout.drops(q_tile.sequence, q_tile.head, query, key) ? 0.f : value(key, channel);
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, kept_value);
     const float mean_logit =
         kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query] : 0.f;
-    RowSum<kBiased> sum{row.log2_sum, kAlibi ? alibi.row_bias(slope) : mean_logit};
+    RowSum<kBiased> sum{row.log2_sum, kAlibi ? alibi.row_bias(slope) : kMasked ? mask_bias : mean_logit};
     row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
       return {v_scale_of(kv), kCompensated<Precision> && !kDrops ? a.v_mean[kv * Dims::kDimV + channel] : 0.f};
     });

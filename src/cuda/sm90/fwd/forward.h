@@ -28,6 +28,7 @@
 #include "cuda/fragment/softmax.h"
 #include "cuda/fragment/softmax_8bit.h"
 #include "cuda/fragment/softmax_alibi.h"
+#include "cuda/fragment/softmax_masked.h"
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/config.h"
@@ -51,8 +52,8 @@ struct Forward {
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
   static constexpr bool kQuantizedQk = kIntegerLogits<Precision>, kAlibi = kHasAlibi<Precision>,
-                        kDrops = kHasDropout<Precision>;
-  static constexpr bool kBiased = kQuantizedQk || kAlibi;  // rows may have a row bias (fragment/finish.h)
+                        kDrops = kHasDropout<Precision>, kMasked = kHasMask<Precision>;
+  static constexpr bool kBiased = kQuantizedQk || kAlibi || kMasked;  // rows may have a row bias (fragment/finish.h)
   template <int Rows>
   using OperandTile = std::conditional_t<kQuantizedQk, SharedTile8Bit<typename Precision::QkType, Rows, Dims::kDim>,
                                          SharedTile<typename Precision::QkType, Rows, Dims::kDim>>;
@@ -67,7 +68,7 @@ struct Forward {
   // True: where tiles of keys and of queries do not end together, some rows see no key of the first tile under a causal
   // mask. Without a maximum, they would make the warpgroup repeat the next tile.
   static constexpr bool kStartsLate = kKeys % kWarpgroupRows != 0 && !kQuantizedQk && !kHasBeta<Precision>;
-  static_assert(!(kAlibi && (kStartsLate || kQuantizedQk)));
+  static_assert(!((kAlibi || kMasked) && (kStartsLate || kQuantizedQk)));
 
   // True: a 16-bit o is stored through the shared memory of q, as the next q has another stage.
   static constexpr bool kThroughQ = !kQuantizedQk && Tile::kQStages > 1;
@@ -78,11 +79,14 @@ struct Forward {
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;
   using TileV = SharedTile<typename Precision::PType, kKeys, Dims::kDimV>;
+  // A warpgroup's rows of a tile of the mask tensor.
+  using TileMask = SharedTile<std::conditional_t<kMasked, typename Precision::QkType, Bf16>, kWarpgroupRows, kKeys>;
 
   // A compensated o is sign-flipped where shared memory has room for a, with 16 bits for each number.
   static constexpr int kSavedOWords = kSavedWords<Dims::kDimV>,
                        kSavedBytes = kConsumerThreads * kSavedOWords * sizeof(uint4);
-  static constexpr int kTileBytes = Tile::kQStages * TileQ::kBytes + Tile::kStages * (TileK::kBytes + TileV::kBytes);
+  static constexpr int kTileBytes = Tile::kQStages * TileQ::kBytes + Tile::kStages * (TileK::kBytes + TileV::kBytes) +
+                                    (kMasked ? Tile::kWarpgroups * TileMask::kBytes : 0);
   static constexpr bool kFlipsSigns =
       kCompensated<Precision> && kTileBytes + kSavedBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
 
@@ -96,7 +100,14 @@ struct Forward {
     SeenTiles tiles, warpgroup_tiles[Tile::kWarpgroups];
   };
 
-  struct alignas(kSwizzleBytes) Shared {
+  // Each warpgroup has one stage of the mask tensor.
+  struct NoMaskTiles {};
+  struct alignas(kSwizzleBytes) MaskTiles {
+    unsigned char mask[Tile::kWarpgroups][TileMask::kBytes];
+    float row_bias[Tile::kWarpgroups][kWarpgroupRows];
+    Pipeline<Tile::kWarpgroups> mask_pipe;
+  };
+  struct alignas(kSwizzleBytes) Shared : std::conditional_t<kMasked, MaskTiles, NoMaskTiles> {
     unsigned char q[Tile::kQStages][TileQ::kBytes];
     unsigned char k[Tile::kStages][TileK::kBytes];
     unsigned char v[Tile::kStages][TileV::kBytes];
@@ -127,6 +138,7 @@ struct Forward {
   }
 
   __device__ void produce();
+  __device__ void fetch_mask(const Block& block, int tile, int turn) const;
   __device__ void convert_v() const;
   __device__ void convert_first_v() const;
 
@@ -211,9 +223,25 @@ struct Forward {
     O& o;
     RowValues& twice;  // 2, rescaled as o is since its sign flip
   };
+  __device__ void find_ranges(const Rows& rows, int query, Interval (&ranges)[kRowsPerThread]) const {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row)
+      ranges[row] = a.mask.keys_of(query + 8 * row, rows.q_tile.q_tokens, rows.q_tile.k_tokens);
+  }
+  // Sets the logits of keys that the rows do not see to -inf. Beside a mask tensor there are no registers for ranges.
   template <class Logits>
-  __device__ static void mask(const Rows& rows, Logits& x, int tile) {
-    if (needs_mask<kKeys>(rows.tiles, tile)) mask_rows(x, tile * kKeys, rows.ranges);
+  __device__ void hide(const Rows& rows, Logits& x, int tile) const {
+    if constexpr (kMasked) {
+      Interval ranges[kRowsPerThread];
+      find_ranges(rows, ptx::opaque(rows.query), ranges);
+      mask_rows(x, tile * kKeys, ranges);
+    } else {
+      mask_rows(x, tile * kKeys, rows.ranges);
+    }
+  }
+  template <class Logits>
+  __device__ void mask(const Rows& rows, Logits& x, int tile) const {
+    if (needs_mask<kKeys>(rows.tiles, tile)) hide(rows, x, tile);
   }
 
   // ALiBi of a tile of keys. The slope is read where it is needed, as there may be no register for it.
@@ -221,6 +249,36 @@ struct Forward {
     const Block& block = shared.block[at.q.stage];
     return {a.scale_log2e, block.slope, query + block.q_tile.k_tokens - block.q_tile.q_tokens,
             tile * kKeys + fragment_column()};
+  }
+
+  __device__ float* row_bias_of(int warpgroup, int thread) const {
+    return &shared.row_bias[warpgroup][thread % kWarpgroup / 32 * 16 + thread % 32 / 4];
+  }
+  // The mask tensor of a tile of keys, once it has arrived, while `at` is at that tile of k.
+  __device__ auto mask_tile(const Positions& at, int warpgroup) const {
+    shared.mask_pipe.full[warpgroup].wait(at.k.stage);  // of two, for turns of one
+    // opaque() stops ptxas from keeping addresses in registers throughout the kernel.
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+    const float* const row_bias = row_bias_of(warpgroup, thread);
+    return MaskTile<typename TileMask::Element, TileMask::kPanelBytes>{
+        TileMask{shared.mask[warpgroup]}.address() + store_offset(thread), a.scale_log2e, {row_bias[0], row_bias[8]}};
+  }
+  __device__ void release_mask(int warpgroup) const {
+    if constexpr (kMasked) shared.mask_pipe.empty[warpgroup].arrive();
+  }
+  // Reads the row biases of this thread's rows, which the four threads of a row all write. Rows beyond the queries see
+  // nothing: their q is 0, and 0 times an inf of a hidden key would have the warpgroup repeat the tile.
+  __device__ void save_row_biases(const TileInfo& q_tile, int warpgroup, int query) const {
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const int i = query + 8 * row;
+        const float bias = a.mask_rows.bias(q_tile.batch, q_tile.head, min(i, q_tile.q_tokens - 1));
+        row_bias_of(warpgroup, ptx::opaque(static_cast<int>(threadIdx.x)))[8 * row] =
+            i < q_tile.q_tokens ? bias : INFINITY;
+      }
+      __syncwarp();
+    }
   }
 
   // The elements of P that dropout keeps. With 160 registers they are found when the last P has been multiplied.
@@ -251,7 +309,8 @@ struct Forward {
   __device__ void take_logits(const Positions& at, Product& s, Logits& x) const;
   __device__ void clear_v(const TileInfo& q_tile, int tile, const Positions& at) const;
   // Releases a tile that none of this warpgroup's queries sees.
-  __device__ void skip(const TileInfo& q_tile, int tile, const Positions& at) const {
+  __device__ void skip(const TileInfo& q_tile, int warpgroup, int tile, const Positions& at) const {
+    if constexpr (kMasked) shared.mask_pipe.full[warpgroup].wait(at.k.stage), release_mask(warpgroup);
     wait_k(at), release_k(at), clear_v(q_tile, tile, at), wait_v(at), release_v(at);
   }
   __device__ void skip_last(const Rows& rows, const SeenTiles& tiles, const Positions& at) const;
@@ -259,6 +318,12 @@ struct Forward {
   template <class Product, class Logits>
   __device__ void begin(const Rows& rows, const Positions& at, Product& s, Logits& x, P& p) const;
   __device__ RowValues exp_stale_max(const Rows& rows, const Positions& at, int tile, X& x, bool& is_linear) const;
+  // Returns whether P over the stale maximum, of these sums in a thread, may stay.
+  __device__ static bool p_fits(const Softmax& softmax, const RowValues& sum) {
+    bool fits = sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP;
+    if constexpr (kMasked) fits &= fits_beside_sum<Precision::kPExponent>(softmax, sum);  // all threads take part
+    return fits;
+  }
   __device__ void repeat(const Rows& rows, const Positions& at, int tile, S& s, X& x) const;
   __device__ void finish(const Rows& rows, VMean& v_mean, const Positions& at) const;
   __device__ void consume(int warpgroup);

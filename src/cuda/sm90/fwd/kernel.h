@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     shared.k_pipe.init(Kernel::kConsumerThreads);
     shared.v_pipe.init(Kernel::kConsumerThreads);
     shared.cleared.init(Kernel::kConsumerThreads);
+    if constexpr (Kernel::kMasked) shared.mask_pipe.init(kWarpgroup);
     publish_barriers();
   }
   if constexpr (Kernel::kQuantizedQk || kCompensated<Precision>) ptx::griddepcontrol_wait();

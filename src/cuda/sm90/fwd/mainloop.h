@@ -26,6 +26,8 @@ __device__ inline auto Forward<Precision, Dims>::start_softmax(const TileInfo& q
     return ShiftedSoftmax{{softmax_scale_log2(q_tile, query)}, a.beta, a.beta_limit};
   else if constexpr (kAlibi)
     return OnlineSoftmax{{1.f, 1.f}};  // logits are in base 2
+  else if constexpr (kMasked)
+    return OnlineSoftmax{{1.f, 1.f}, {kLeastMax, kLeastMax}};
   else
     return OnlineSoftmax{softmax_scale_log2(q_tile, query)};
 }
@@ -91,7 +93,7 @@ template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::skip_last(const Rows& rows, const SeenTiles& tiles,
                                                            const Positions& at) const {
   for (int tile = tiles.last - 1; tile >= max(rows.tiles.last, tiles.first); --tile) {
-    skip(rows.q_tile, tile, at);
+    skip(rows.q_tile, rows.warpgroup, tile, at);
     if (tile > tiles.first) ping_pong_wait(rows.warpgroup), ping_pong_arrive(rows.warpgroup);
   }
 }
@@ -99,7 +101,7 @@ template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::skip_first(const Rows& rows, const SeenTiles& tiles,
                                                             const Positions& at) const {
   for (int tile = rows.tiles.first - 1; tile >= tiles.first; --tile)
-    ping_pong_wait(rows.warpgroup), ping_pong_arrive(rows.warpgroup), skip(rows.q_tile, tile, at);
+    ping_pong_wait(rows.warpgroup), ping_pong_arrive(rows.warpgroup), skip(rows.q_tile, rows.warpgroup, tile, at);
 }
 
 // The first tile, or its first half: q k^T and softmax.
@@ -111,11 +113,10 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   // Work that overlaps with the product.
   rows.o.zero();
   ptx::fence_operand(rows.o.x);
-#pragma unroll
-  for (int row = 0; row < kRowsPerThread; ++row)
-    rows.ranges[row] = a.mask.keys_of(rows.query + 8 * row, rows.q_tile.q_tokens, rows.q_tile.k_tokens);
+  if constexpr (!kMasked) find_ranges(rows, rows.query, rows.ranges);
   ptx::wgmma_wait<0>();
   take_logits(at, s, x);
+  if constexpr (kMasked) mask_tile(at, rows.warpgroup).add(x), release_mask(rows.warpgroup);
   release_k(at);
   if constexpr (kAlibi) alibi_tile(at, rows.query, rows.tiles.last - 1).add(x, rows.ranges);
   mask(rows, x, rows.tiles.last - 1);
@@ -130,6 +131,8 @@ __device__ inline RowValues Forward<Precision, Dims>::exp_stale_max(const Rows& 
   constexpr int kExponent = Precision::kPExponent;
   if constexpr (kAlibi)
     return alibi_tile(at, rows.query, tile).template exp_stale_max<kExponent>(x, rows.ranges, rows.softmax, is_linear);
+  else if constexpr (kMasked)
+    return mask_tile(at, rows.warpgroup).template exp_stale_max<kExponent>(x, rows.softmax);
   else
     return rows.softmax.template exp_stale_max<kExponent>(x);
 }
@@ -144,6 +147,7 @@ __device__ inline void Forward<Precision, Dims>::repeat(const Rows& rows, const 
   ptx::fence_operand(rows.o.x);
   take_logits(at, s, x);
   if constexpr (kAlibi) alibi_tile(at, rows.query, tile).add(x, rows.ranges);
+  if constexpr (kMasked) mask_tile(at, rows.warpgroup).add(x);
   mask(rows, x, tile);
   const RowValues rescale = rows.softmax.template exp_update_max<Precision::kPExponent>(x);
   scale_rows(rows.o, rescale);
@@ -153,12 +157,14 @@ __device__ inline void Forward<Precision, Dims>::repeat(const Rows& rows, const 
 // The epilogue of a tile of queries.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::finish(const Rows& rows, VMean& v_mean, const Positions& at) const {
+  const bool no_key =
+      kMasked && kCompensated<Precision> && quad_sum(rows.softmax.l[0]) == 0.f && rows.query < rows.q_tile.q_tokens;
   bool nonfinite = write(rows.q_tile, rows.query, rows.softmax, v_mean, rows.o, shared.q[at.q.stage], rows.warpgroup);
   if constexpr (kCompensated<Precision>) {  // a row without keys is set to 0, whatever it has met
     const Interval seen = a.mask.keys_of(rows.query, rows.q_tile.q_tokens, rows.q_tile.k_tokens);
-    nonfinite |= seen.first == seen.last;
+    nonfinite |= seen.first == seen.last || no_key;
   }
-  if ((a.mask.windowed || kDrops) && __any_sync(~0u, nonfinite)) {
+  if ((a.mask.windowed || kDrops || kMasked) && __any_sync(~0u, nonfinite)) {
     __syncwarp();  // save_tile() is done
     recompute_rows(kThroughQ ? shared.block[ptx::opaque(at.q.stage)].q_tile : saved_tile(ptx::opaque(rows.warpgroup)),
                    ptx::opaque(rows.warpgroup));
@@ -197,6 +203,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     O o;
     P p;
     const Rows rows{warpgroup, q_tile, own, query, ranges, softmax, o, twice};
+    save_row_biases(q_tile, warpgroup, query);
 
     if constexpr (kSkips) skip_last(rows, tiles, at);
     // First tile: q k^T and softmax.
@@ -228,7 +235,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         take_logits(at, s, x);
         if constexpr (!kQuantizedQk)
           if (needs_mask<kKeys>(own, tile)) {
-            mask_rows(x, tile * kKeys, ranges);
+            hide(rows, x, tile);
             if constexpr (kStartsLate) softmax.start_max(x);
           }
         if constexpr (kHasBeta<Precision>) {
@@ -246,8 +253,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           // mask: a branch here would keep ptxas from interleaving the products by scales with the exponentials.
           bool is_linear = true;
           const RowValues sum = exp_stale_max(rows, at, tile, x, is_linear);
-          const bool fits = sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && is_linear &&
-                            !(kQuantizedQk && needs_mask<kKeys>(own, tile));
+          const bool fits = p_fits(softmax, sum) && is_linear && !(kQuantizedQk && needs_mask<kKeys>(own, tile));
           ptx::fence_operand(x.x);
           // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
           // run after that product instead of beside it.
@@ -259,7 +265,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
             repeat(rows, at, tile, s, x);
           }
           // Release k; wait for the next.
-          release_k(at);
+          release_mask(warpgroup), release_k(at);
           if (tile > own.first) wait_k(at);
         }
         // Release v; convert p for the next p v.

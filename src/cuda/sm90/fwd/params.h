@@ -8,6 +8,7 @@
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/fragment/sinks.h"
+#include "cuda/operands/mask_rows.h"
 #include "cuda/operands/v_slices.h"
 #include "cuda/scheduler/tile_scheduler.h"
 
@@ -39,6 +40,11 @@ struct ForwardParams {
   VSlices v_slices;    // of a v that this kernel converts; kCompensated precisions only
   AlibiSlopes slopes;  // kHasAlibi precisions only
   Dropout dropout;     // kHasDropout precisions only
+  // kHasMask precisions only: the mask tensor in QkType as TMA reads it, with {query, head, batch} as in q_broadcast;
+  // and as the caller has it.
+  CUtensorMap mask_tiles;
+  int mask_broadcast[3];
+  MaskRows mask_rows;
 };
 
 // The keys of each sequence of 8-bit operands are padded to a multiple of n = kLaidOutKeys. Packed sequence s starts at

@@ -57,11 +57,39 @@ __device__ inline void Forward<Precision, Dims>::produce() {
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
       block.warpgroup_tiles[i] = seen_tiles(a.mask, q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows, kKeys);
     ready.arrive();
+    if (tiles.any()) fetch_mask(block, tiles.last - 1, k_state.stage ^ 1);
     if (kConvertsV && tiles.any()) VConverter{a.v_slices}.await(k_row);
-    for (int tile = tiles.last - 2; tile >= tiles.first; --tile) fetch_k(tile), fetch_v(tile + 1);
+    for (int tile = tiles.last - 2; tile >= tiles.first; --tile) {
+      fetch_k(tile), fetch_v(tile + 1);
+      fetch_mask(block, tile, k_state.stage ^ 1);
+    }
     // Take the next tile of queries before the wait for a stage for the last v.
     next = a.scheduler.at(gridDim.x + atomicAdd(a.scheduler.counter, 1u));
     if (tiles.any()) fetch_v(tiles.first);
+  }
+}
+
+// Loads the mask tensor of a tile of keys for each warpgroup that sees some of it. `turn`: the stage of its k, which is
+// the parity of the number of tiles before it, as k has two stages and the mask one.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::fetch_mask(const Block& block, int tile, int turn) const {
+  if constexpr (kMasked) {
+    static_assert(Tile::kStages == 2);
+    const TileInfo& q_tile = block.q_tile;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kWarpgroups; ++i) {
+      shared.mask_pipe.empty[i].wait(turn ^ 1);
+      Barrier& full = shared.mask_pipe.full[i];
+      const SeenTiles& own = kSkips ? block.warpgroup_tiles[i] : block.tiles;
+      if (tile < own.first || tile >= own.last) {
+        full.arrive();
+        continue;
+      }
+      full.arrive_expecting(TileMask::kBytes);
+      load(TileMask{shared.mask[i]}, a.mask_tiles, tile * kKeys,
+           (q_tile.q_start + i * kWarpgroupRows) * a.mask_broadcast[0], q_tile.head * a.mask_broadcast[1],
+           q_tile.batch * a.mask_broadcast[2], &full.word);
+    }
   }
 }
 
