@@ -8,7 +8,7 @@ namespace octet::cuda {
 
 int backward_dim(const Problem& p) {
   const int64_t dim = std::max(p.dim, p.dim_v);
-  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+  return dim <= 64 ? 64 : dim <= 128 ? 128 : dim <= 256 ? 256 : 512;
 }
 
 bool has_row_bias(const Problem& p) {

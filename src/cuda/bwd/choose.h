@@ -9,7 +9,7 @@
 namespace octet::cuda {
 
 struct BackwardChoice {
-  int dim;           // of the tiles: 64, 128 or 256
+  int dim;           // of the tiles: 64, 128, 256 or 512
   bool f16;          // the operands of products are f16 with exponents; else bf16
   bool int8;         // s and dp are products of integers; else of these operands
   bool blocks;       // all but dp are, of which blocks of tokens and tiles of P and ds share the scales

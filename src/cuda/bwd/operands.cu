@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "cuda/bwd/operands.h"
+#include "cuda/bwd/wide_tiles.h"
 #include "cuda/host/card.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
@@ -14,7 +15,7 @@ struct TileRows {
   int queries, keys;
 };
 TileRows tile_rows(int dim) {
-  return with_tile_dim(dim, [](auto d) { return TileRows{BackwardTile<d>::kQueries, BackwardTile<d>::kKeys}; });
+  return with_wide_tile_dim(dim, [](auto d) { return TileRows{BackwardTile<d>::kQueries, BackwardTile<d>::kKeys}; });
 }
 
 // Returns the size of QueryRows for tiles of `queries` queries.

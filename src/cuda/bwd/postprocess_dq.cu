@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "cuda/bwd/preprocess.h"
+#include "cuda/bwd/wide_tiles.h"
 #include "cuda/fragment/accumulator.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/vec8.h"
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
 
 template <Sums sums, bool kAddsMean>
 auto postprocess_dq_kernel_of(int dim) {
-  return with_tile_dim(dim, [](auto tile_dim) { return postprocess_dq_kernel<tile_dim, sums, kAddsMean>; });
+  return with_wide_tile_dim(dim, [](auto tile_dim) { return postprocess_dq_kernel<tile_dim, sums, kAddsMean>; });
 }
 template <Sums sums>
 auto postprocess_dq_kernel_of(int dim, bool adds_mean) {

@@ -15,6 +15,7 @@
 
 #include "cuda/bwd/exponents.h"
 #include "cuda/bwd/preprocess.h"
+#include "cuda/bwd/wide_tiles.h"
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kRecomputeThreads, Logits::kHides ? 1 : 0)
 template <class Logits>
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Logits& logits, const Strided& dq,
                       cudaStream_t stream) {
-  const auto kernel = with_tile_dim(p.tile_dim, [](auto dim) { return recompute_masked_kernel<dim, Logits>; });
+  const auto kernel = with_wide_tile_dim(p.tile_dim, [](auto dim) { return recompute_masked_kernel<dim, Logits>; });
   const int64_t most_blocks = current_card().multiprocessors;
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
   launch_general_pdl(kernel, static_cast<unsigned>(std::min(tiles, most_blocks)), kRecomputeThreads, 0, stream, p, a,

@@ -35,7 +35,9 @@ __device__ Exponents settled(const PreprocessParams& p, int kv, int bin, bool& u
 // Every thread block computes the exponents of all heads and their bins; the tiles to write again are divided among
 // them.
 template <class In, int Dim>
-__global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_constant__ PreprocessParams p) {
+__global__ void __launch_bounds__(kTileThreads<Dim>, 2 * kPreprocessThreads / kTileThreads<Dim>)
+    rescale_kernel(const __grid_constant__ PreprocessParams p) {
+  constexpr int kThreads = kTileThreads<Dim>;
   __shared__ bool again[kThreads];
   __shared__ Exponents of_head[kBins];
   ptx::griddepcontrol_launch_dependents();
@@ -92,8 +94,9 @@ void launch_rescale(const PreprocessParams& p, cudaStream_t stream) {
   } else {
     constexpr unsigned kMostBlocks = 264;
     const unsigned blocks = std::clamp(preprocess_tiles(p), 1u, kMostBlocks);
-    with_tile_dim(p.tile_dim, [&](auto dim) {
-      launch_general_pdl(rescale_kernel<In, dim>, blocks, kThreads, TileWriter<T, In, dim>::kSharedBytes, stream, p);
+    with_wide_tile_dim(p.tile_dim, [&](auto dim) {
+      using Writer = TileWriter<T, In, dim>;
+      launch_general_pdl(rescale_kernel<In, dim>, blocks, Writer::kThreads, Writer::kSharedBytes, stream, p);
     });
   }
 }

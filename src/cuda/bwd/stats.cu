@@ -8,7 +8,6 @@
 namespace octet::cuda {
 namespace {
 
-constexpr int kThreads = kPreprocessThreads;
 constexpr int kSamples = 128;  // tokens of each (batch, kv head)
 enum class Tensor { q, k, v, do_, count };
 
@@ -71,7 +70,7 @@ struct Sample {
                 index.token);
   }
   // Calls f(i, numbers) for each sample; the numbers of samples that are left out are 0.
-  template <class In, class F>
+  template <class In, int kThreads, class F>
   __device__ void for_each(const F& f) const {
     constexpr int kAtOnce = std::is_void_v<In> ? 1 : 4;  // samples that a thread loads before it uses them
     const int vecs = p.tile_dim / kVec8, channel = static_cast<int>(threadIdx.x) % vecs * kVec8, rows = kThreads / vecs;
@@ -95,16 +94,17 @@ struct Sample {
 
 // One thread block per (batch, kv head) and tensor. A sample that is needed twice is loaded twice, which leaves
 // registers for more thread blocks per multiprocessor.
-template <class In>
-__global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constant__ PreprocessParams p) {
-  constexpr int kWarps = kThreads / 32;
+template <class In, int kThreads>
+__global__ void __launch_bounds__(kThreads, 4 * kPreprocessThreads / kThreads)
+    stats_kernel(const __grid_constant__ PreprocessParams p) {
+  constexpr int kWarps = kThreads / 32, kRowWarps = kThreads / kPreprocessThreads, kWarpColumns = 32 * kVec8;
   const int kv = blockIdx.x;
   const int vecs = p.tile_dim / kVec8, vec = threadIdx.x % vecs;
   const Tensor which = static_cast<Tensor>(blockIdx.y);
   const Strided& x = which == Tensor::q ? p.q : which == Tensor::k ? p.k : which == Tensor::v ? p.v : p.do_;
   const bool of_queries = which == Tensor::q || which == Tensor::do_;
   const Sample sample(p, x, of_queries, kv);
-  __shared__ float sums[kWarps][256], largest[kWarps][256];
+  __shared__ float sums[kWarps][kWarpColumns], largest[kWarps][kWarpColumns];
   __shared__ float most_shared, row_shared, sample_max[kSamples], norms[kSamples], limit_shared;
   __shared__ int counted_shared;  // samples
   ptx::griddepcontrol_launch_dependents();
@@ -113,9 +113,10 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
   if (threadIdx.x == 0 && which == Tensor::q && kv == 0) p.counters[0] = p.counters[1] = *p.divided = 0;
   if (threadIdx.x < kSamples) sample_max[threadIdx.x] = norms[threadIdx.x] = 0.f;
   __syncthreads();
-  sample.for_each<In>([&](int i, const Vec8& v) {
+  sample.for_each<In, kThreads>([&](int i, const Vec8& v) {
     Size size(v);
-    size.reduce(vecs);
+    size.reduce(kRowWarps > 1 ? 32 : vecs);
+    if constexpr (kRowWarps > 1) join_warps<kThreads, In>(size);
     if (vec == 0 && i < sample.count) sample_max[i] = size.most, norms[i] = size.norm();
   });
   __syncthreads();
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
   __shared__ float most_q_shared, inexact_means[kWarps];
   if (threadIdx.x == 0) most_q_shared = 0.f;
   Vec8 sum{}, column_most{};
-  sample.for_each<In>([&](int, const Vec8& v) {
+  sample.for_each<In, kThreads>([&](int, const Vec8& v) {
     for (int c = 0; c < kVec8; ++c)
       if (fabsf(v[c]) < limit) sum[c] += v[c], column_most[c] = fmaxf(column_most[c], fabsf(v[c]));
   });
@@ -171,14 +172,16 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
       column_most[c] = fmaxf(column_most[c], __shfl_xor_sync(~0u, column_most[c], step));
     }
     if (threadIdx.x % 32 >= vecs) continue;
-    sums[threadIdx.x / 32][vec * kVec8 + c] = sum[c];
-    largest[threadIdx.x / 32][vec * kVec8 + c] = column_most[c];
+    sums[threadIdx.x / 32][vec % 32 * kVec8 + c] = sum[c];
+    largest[threadIdx.x / 32][vec % 32 * kVec8 + c] = column_most[c];
   }
   for (int i = threadIdx.x; i < sample.count; i += kThreads)
     if (sample.has(i)) atomicAdd(&counted_shared, 1);
   float most_q = 0.f;
   if (p.smooth)
-    Sample(p, p.q, true, kv).for_each<In>([&](int, const Vec8& v) { most_q = fmaxf(most_q, largest_finite(v)); });
+    Sample(p, p.q, true, kv).for_each<In, kThreads>([&](int, const Vec8& v) {
+      most_q = fmaxf(most_q, largest_finite(v));
+    });
   most_q = warp_max(most_q);
   if (threadIdx.x % 32 == 0) raise(most_q_shared, most_q);
   __syncthreads();
@@ -188,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
   bool exact = true;
   if (c < dim && p.smooth) {
     float total = 0.f, column_largest = 0.f;
-    for (int warp = 0; warp < kWarps; ++warp)
-      total += sums[warp][c], column_largest = fmaxf(column_largest, largest[warp][c]);
+    for (int warp = kRowWarps > 1 ? c / kWarpColumns : 0; warp < kWarps; warp += kRowWarps)
+      total += sums[warp][c % kWarpColumns], column_largest = fmaxf(column_largest, largest[warp][c % kWarpColumns]);
     mean = on_grid_of(column_largest, total / static_cast<float>(counted_shared), of_f16);
     exact = is_close(mean, column_largest);
   }
@@ -208,7 +211,10 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
 template <class In>
 void launch_stats(const PreprocessParams& p, cudaStream_t stream) {
   const auto kv_heads = static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]);
-  stats_kernel<In><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
+  with_wide_tile_dim(p.tile_dim, [&](auto dim) {
+    constexpr int kThreads = kTileThreads<dim>;
+    stats_kernel<In, kThreads><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
+  });
   check(cudaGetLastError(), "stats_kernel");
 }
 

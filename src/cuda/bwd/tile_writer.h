@@ -19,16 +19,16 @@ namespace octet::cuda {
 template <class T, class In, int Dim>
 struct TileWriter {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
-  static constexpr int kVecs = Dim / kVec8, kRowsAtOnce = kPreprocessThreads / kVecs;
+  static constexpr int kVecs = Dim / kVec8, kThreads = kTileThreads<Dim>, kRowsAtOnce = kThreads / kVecs;
   static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // rows that are read before one is written
   static constexpr bool kMayBeInt8 = Dim < 256 && std::is_same_v<T, F16>;
-  static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kPreprocessThreads);
+  static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kThreads);
   // The rows of queries that are loaded ahead, in dynamic shared memory; none for tensors with any strides.
-  static constexpr int kAhead = std::is_void_v<In> ? 0 : 4;
+  static constexpr int kAhead = std::is_void_v<In> ? 0 : 4 * kPreprocessThreads / kThreads;
   struct Ahead {
     // Each thread has its own element.
-    uint4 q[kPreprocessThreads], do_[kPreprocessThreads], o[kPreprocessThreads];
-    uint2 residual[kPreprocessThreads];
+    uint4 q[kThreads], do_[kThreads], o[kThreads];
+    uint2 residual[kThreads];
   };
   static constexpr int kSharedBytes = kAhead * sizeof(Ahead);
   // The sums over the threads of each row.
@@ -194,7 +194,7 @@ struct TileWriter {
     for (int i = 0; i < kAhead; ++i) loader.ask();
     if (kFirstTime && kv < p.zeroed_heads) {
       auto* const dq = static_cast<uint4*>(p.dq) + at.tile * (kQueries * Dim / 4) + threadIdx.x;
-      for (int i = 0; i < kQueries * Dim / 4; i += kPreprocessThreads) dq[i] = {};
+      for (int i = 0; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
     }
     const float lse = at.lse(threadIdx.x);  // of the row whose sums this thread will write
 
@@ -234,11 +234,10 @@ struct TileWriter {
         delta = int8_delta(at, row, sum, of_mean);
       else
         for (int c = 0; c < kVec8; ++c) delta += x[c] * sum[c];
-      size.reduce(kVecs);
-      for (int step = kVecs / 2; step; step /= 2) {
-        delta += __shfl_xor_sync(~0u, delta, step);
-        of_mean += __shfl_xor_sync(~0u, of_mean, step);
-      }
+      size.reduce(kLanesOfRow<kVecs>);
+      for (int step = kLanesOfRow<kVecs> / 2; step; step /= 2)
+        delta += __shfl_xor_sync(~0u, delta, step), of_mean += __shfl_xor_sync(~0u, of_mean, step);
+      if constexpr (kVecs > 32) join_warps<kThreads, TileWriter>(size, delta, of_mean);
       most_do = fmaxf(most_do, size.most);
       const float norm = size.norm();
       if (!kFirstTime) {
@@ -385,7 +384,8 @@ struct TileWriter {
         take(raw_v[j], p.round_v, x);
         if (p.v_tiles) put(to_v, channel_v, x, v_scale, distance_v);
         Size size(x);
-        size.reduce(kVecs);
+        size.reduce(kLanesOfRow<kVecs>);
+        if constexpr (kVecs > 32) join_warps<kThreads, TileWriter>(size);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());
         to_k += kRowsAtOnce * kPanelRowBytes, to_v += kRowsAtOnce * kPanelRowBytes;
       }

@@ -5,13 +5,12 @@
 namespace octet::cuda {
 namespace {
 
-constexpr int kThreads = kPreprocessThreads;
-
 // Each thread block writes one tile, or reads one of keys that the backward kernel converts. Tiles of keys are numbered
 // after those of queries, and the numbers are taken from the last one down, so that the first heads, with which the
 // mainloop begins, are written last and are still in L2.
 template <class T, class In, int Dim>
-__global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
+__global__ void __launch_bounds__(kTileThreads<Dim>,
+                                  (std::is_void_v<In> ? 2 : 3) * kPreprocessThreads / kTileThreads<Dim>)
     tiles_kernel(const __grid_constant__ PreprocessParams p) {
   ptx::griddepcontrol_launch_dependents();
   const int heads = static_cast<int>(p.q.shape[0] * p.q.shape[1]), q_tiles = heads * p.q_blocks.count;
@@ -41,8 +40,9 @@ template <class T, class In>
 void launch_tiles(const PreprocessParams& p, cudaStream_t stream) {
   const unsigned tiles = preprocess_tiles(p);
   if (!tiles) return;
-  with_tile_dim(p.tile_dim, [&](auto dim) {
-    launch_general_pdl(tiles_kernel<T, In, dim>, tiles, kThreads, TileWriter<T, In, dim>::kSharedBytes, stream, p);
+  with_wide_tile_dim(p.tile_dim, [&](auto dim) {
+    using Writer = TileWriter<T, In, dim>;
+    launch_general_pdl(tiles_kernel<T, In, dim>, tiles, Writer::kThreads, Writer::kSharedBytes, stream, p);
   });
 }
 
