@@ -39,8 +39,7 @@ inline bool gpu_computes(Pass pass, Precision precision) {
 inline int64_t gpu_most_dim(Precision precision, Pass pass = Pass::forward) {
   const bool wide = precision == Precision::f32 || precision == Precision::bf16 || precision == Precision::f16 ||
                     precision == Precision::int8_f16;
-  if (tests_sm80() && pass == Pass::forward && (precision == Precision::bf16 || precision == Precision::f16))
-    return 512;
+  if (tests_sm80() && pass != Pass::jvp && (precision == Precision::bf16 || precision == Precision::f16)) return 512;
   return tests_sm80() || (wide && pass != Pass::jvp) ? 256 : 128;
 }
 // Whether the backend computes softcap and mask tensors of every kind, and these with ALiBi.

@@ -60,8 +60,8 @@ class Nowhere : public Place {
 
 // The general backend solves whatever the CPU solves in f32, f16, bf16, int8 and sagebwd, and forward in the other
 // precisions of 8 bits, but for the backward passes of gproj, of int8 and sagebwd beyond head dim 128 and of int8
-// without o_residual, in 8 bits dropout but at int8_f16 and gradients of masks, and head dims above 256 but forward in
-// f16 and bf16.
+// without o_residual, in 8 bits dropout but at int8_f16 and gradients of masks, and above head dim 256 but forward and
+// backward in f16 and bf16, without gradients of masks.
 TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend leaves problems to sm80";
   uint64_t solved = 0, rejected = 0;

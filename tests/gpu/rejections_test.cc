@@ -160,11 +160,13 @@ std::vector<Rejected> rejected_by_sm80() {
        "smooth_q is on; its int8 forward pass with o_residual takes auto and off, as the backward pass that reads its o "
        "and lse smooths no q"});
   list.back().asked.training = true, list.back().asked.attention.smooth_q = Switch::on;
-  for (const auto& [asked, pass] :
-       {std::pair{Asked{.pass = Pass::backward}, "backward pass"}, {Asked{.pass = Pass::jvp}, "jvp"}}) {
-    list.push_back({asked, std::string("it has no bf16 ") + pass + " for head dim 512; it has: up to 256"});
-    list.back().asked.dim = 512;
-  }
+  list.push_back({{.pass = Pass::jvp}, "it has no bf16 jvp for head dim 512; it has: up to 256"});
+  list.back().asked.dim = 512;
+  list.push_back({with_precision(Precision::f32, Pass::backward),
+                  "it has no f32 backward pass for head dim 512; it has: up to 256"});
+  list.back().asked.dim = 512;
+  list.push_back({{.pass = Pass::backward}, "it has no gradient of masks for head dim 512; it has: up to 256"});
+  list.back().asked.dim = 512, list.back().asked.mask = DType::f32, list.back().asked.dmask = true;
   list.push_back(
       {with_precision(Precision::int8_f16), "it has no int8_f16 forward pass for head dim 512; it has: up to 256"});
   list.back().asked.dim = 512;

@@ -597,9 +597,32 @@ def test_a_transformers_model():
     assert 0 < distance["octet"] < 2 * distance["sdpa"]
 
 
+def test_a_transformers_model_of_wide_heads_trains():
+    """Head dim 512 is that of Gemma 4's global layers."""
+    transformers = pytest.importorskip("transformers")
+    from octet.integrations.transformers import register
+
+    register()
+
+    def gradients(implementation, dtype):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=512, attn_implementation=implementation,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).cuda().to(dtype)
+        tokens = torch.arange(120, device="cuda").reshape(2, 60)
+        model(tokens, labels=tokens).loss.backward()
+        return torch.cat([x.grad.double().flatten() for x in model.parameters()])
+
+    want = gradients("sdpa", torch.float64)
+    distance = {name: (gradients(name, torch.bfloat16) - want).norm() for name in ("sdpa", "octet")}
+    assert 0 < distance["octet"] < 2 * distance["sdpa"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (59, 111)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (59, 111), (320, 24), (512, 512)], ids=str)
 def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
     """q, k, v, do and the results are [batch, head, token, dim] views of [batch, token, head, dim] memory."""
     dim, dim_v = dims

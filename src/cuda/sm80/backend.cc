@@ -69,12 +69,14 @@ std::optional<std::string> int8_unsupported_reason(const Problem& p, const Forwa
 
 // Returns the reason why there is no pass of a precision for head dims that are too large.
 std::optional<std::string> dim_unsupported_reason(const Problem& p, const ForwardFormats& formats) {
-  constexpr int64_t kMostBackwardDim = 256;  // and of the jvp
-  const int64_t dim = std::max(p.dim, p.dim_v),
-                most = p.pass == OCTET_FORWARD ? most_head_dim(formats) : kMostBackwardDim;
-  if (dim <= most) return {};
-  return text("it has no ", name(p.precision), " ", name(p.pass), p.pass == OCTET_JVP ? "" : " pass", " for head dim ",
-              dim, "; it has: up to ", most);
+  constexpr int64_t kMostJvpDim = 256, kMostDmaskDim = 256;
+  const int64_t dim = std::max(p.dim, p.dim_v), most = p.pass == OCTET_JVP ? kMostJvpDim : most_head_dim(formats);
+  if (dim > most)
+    return text("it has no ", name(p.precision), " ", name(p.pass), p.pass == OCTET_JVP ? "" : " pass",
+                " for head dim ", dim, "; it has: up to ", most);
+  if (p.dmask.present() && dim > kMostDmaskDim)
+    return text("it has no gradient of masks for head dim ", dim, "; it has: up to ", kMostDmaskDim);
+  return {};
 }
 
 // Returns the operands that become numbers: of those that came quantized all that the kernels do not take as they came,

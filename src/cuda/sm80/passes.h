@@ -13,7 +13,7 @@ Plan jvp(const Problem& p, void* workspace);
 
 // Returns whether there are kernels of some formats: those of all passes are the same.
 bool has_kernels(const ForwardFormats& formats);
-// Returns the largest head dim of their forward kernels.
+// Returns the largest head dim of their forward kernels, and of those of the backward pass that are not in 8 bits.
 int64_t most_head_dim(const ForwardFormats& formats);
 // Returns whether the forward kernel of a problem with a KV cache reads k and v in their pages.
 bool reads_pages(const Problem& p, const ForwardNumerics& numerics);

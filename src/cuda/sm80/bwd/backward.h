@@ -50,6 +50,9 @@ struct Backward {
   static constexpr int kBiasStages = C::kKeysAsRows ? kStages : C::kBiasStages;
   static __device__ int bias_stage(int stage) { return kBiasStages > 1 ? stage : 0; }
   static constexpr int kThreads = 32 * C::kWarps;
+  // The threads that load q and do: a panel of theirs has a chunk for each.
+  static constexpr int kPanelChunks = kQueries * kPanelRowBytes / kChunkBytes;
+  static constexpr int kLoaders = kThreads < kPanelChunks ? kThreads : kPanelChunks;
   static constexpr int kTilesOfQueryBlock = Tiles::kQueries / kQueries, kTilesOfKeyBlock = Tiles::kKeys / kKeys;
 
   using TileQ = PanelTile<T, kQueries, kDim>;
@@ -57,7 +60,11 @@ struct Backward {
   // The rows of s and dp, and the columns that all warps compute at a time: where keys are rows, 32 queries each.
   static constexpr int kSRows = C::kKeysAsRows ? kKeys : kQueries;
   static constexpr int kSColumns = C::kKeysAsRows ? 32 * C::kWarps / C::kKeyWarpRows : kKeys;
-  using PartS = WarpPart<kSRows, kSColumns, C::kWarps, C::kKeysAsRows ? C::kKeyWarpRows : C::kSWarpRows>;
+  // True: a product of s and dp is the sum of parts, which warps find in their channels (mainloop_wide.h).
+  static constexpr bool kWide = C::kChannelWarps > 1;
+  // The warps that find p and ds: then each has one block of 16 queries and keys.
+  static constexpr int kSWarps = kWide ? kQueries / 16 * (kKeys / 16) : C::kWarps;
+  using PartS = WarpPart<kSRows, kSColumns, kSWarps, C::kKeysAsRows ? C::kKeyWarpRows : C::kSWarpRows>;
   // True: p passes through shared memory. Where keys are rows, and a warp has all queries of its keys, no other warp
   // reads its p.
   static constexpr bool kSharesP = !C::kKeysAsRows || PartS::kWarpColumns > 1;
@@ -72,6 +79,12 @@ struct Backward {
   static constexpr int kDqColumns = PartDq::kColumns / (C::kDqHalves ? 2 : 1);
   using TileDq = Accumulator<kDqColumns>[PartDq::kBlocks];
   using Rows = QueryRows<Tiles::kQueries>;
+  static constexpr int kChannels = kDim / C::kChannelWarps;  // of a part of s and dp
+  using SPart = Accumulator<16>[kQueries / 16];              // of 16 keys
+  struct VPart {
+    uint32_t x[kWide ? kChannels / kStepColumns<T> : 1][4];
+  };
+  static constexpr int kPartNumbers = kWide ? C::kChannelWarps * kQueries * kKeys : 0;
   // The rows and columns of a mask tensor that are in shared memory: where keys are rows, 32 queries of 32 keys for
   // each warp.
   static constexpr int kMaskRows = C::kKeysAsRows ? kThreads : kQueries, kMaskColumns = C::kKeysAsRows ? 32 : kKeys;
@@ -90,10 +103,11 @@ struct Backward {
   static_assert(kStages < kSteps);
 
   struct Shared {
-    unsigned char k[TileK::kBytes], v[Operands::kReadsV ? TileK::kBytes : 0];
+    unsigned char k[TileK::kBytes], v[Operands::kReadsV && !kWide ? TileK::kBytes : 0];
     unsigned char q[kQStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
     alignas(128) unsigned char p[kBuffers][kSharesP ? TileP::kBytes : 0];
     unsigned char ds[kBuffers][TileP::kBytes];
+    alignas(16) float s_parts[kPartNumbers], dp_parts[kPartNumbers];
     float lse[kStages][kQueries], delta[kStages][kQueries];
     [[no_unique_address]] typename Operands::template Shared<Backward> operands;
     KeyBlockInfo key_block;
@@ -135,6 +149,12 @@ struct Backward {
   __device__ int sequence() const { return a.k_blocks.cu_seqlens ? w.k.index : w.batch; }
   __device__ MBlock first_tile() const { return {w.tiles.start, 0}; }
   __device__ Step next_step(MBlock& at, int n) const;
+  // Starts the copy of a tile of q or do.
+  __device__ void load_queries(unsigned char* to, const unsigned char* tiles, const Step& step) const {
+    constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
+    if (kLoaders == kThreads || threadIdx.x < kLoaders)
+      load_async<kLoaders, Tiles::kQueries>(TileQ{to}, tiles + step.tile * kBytes, step.first);
+  }
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
   __device__ bool has_mask_tile() const { return !kPlain && params.terms.mask && params.terms.mask_chunks; }
@@ -153,6 +173,14 @@ struct Backward {
   __device__ void add_mask_tile(TileS& s, float scale, bool needs_tile, int stage) const;
   __device__ void compute(TileDk& dk, TileDk& dv);
   __device__ void compute_by_keys(TileDk& dk, TileDk& dv);
+  __device__ VPart take_v() const;
+  __device__ void multiply_parts(const VPart& v, int stage) const;
+  __device__ int key_block() const { return ptx::opaque(warp) % (kKeys / 16); }
+  __device__ int channel_part() const { return ptx::opaque(warp) / (kKeys / 16); }
+  __device__ void put_part(const SPart& x, float* parts) const;
+  __device__ void add_parts(TileS& x, const float* parts) const;
+  __device__ void find_p_and_ds(const Step& step, int stage) const;
+  __device__ void compute_wide(const VPart& v, TileDk& dk, TileDk& dv);
   __device__ void take_p_by_keys(TileS& s, int first, int stage) const;
   __device__ void hide_by_keys(TileS& p, int query) const;
   __device__ void take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const;

@@ -45,6 +45,7 @@ Candidates<BackwardKernel> candidates_of(const Problem& p, const BackwardChoice&
     add_if_it_fits(row.large_plain(dim));
     add_if_it_fits(row.large_masked(dim), "-masked");
   }
+  if (plain && dim > 256) add_if_it_fits(row.large_plain(dim));
   if (logits == Logits::masked && dim <= 128) add_if_it_fits((dim == 64 ? row.masked : row.large_masked)(dim));
   plain ? add(row.plain(dim)) : add(row.general(dim), logits == Logits::masked ? "-general" : "");
   return all;

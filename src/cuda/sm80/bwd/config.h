@@ -7,9 +7,9 @@
 
 namespace octet::cuda::sm80 {
 
-// The shared memory that a kernel needs: the 99 KB that every GPU has, or more. Of head dims from 65 to 128, plain
-// logits have the 227 KB of Hopper, masked logits the 163 KB of an A100, which take plain ones there too; int8 of head
-// dims up to 64 those, too.
+// The shared memory that a kernel needs: the 99 KB that every GPU has, or more. Of head dims from 65 to 128 and above
+// 256, plain logits have the 227 KB of Hopper. Of those from 65 to 128, masked logits have the 163 KB of an A100, which
+// take plain ones there too; int8 of head dims up to 64 has those, too.
 enum class SharedMemory : int { small, large };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q,
@@ -27,6 +27,8 @@ struct BackwardDefaults {
   static constexpr bool kKeysAsRows = false;
   static constexpr int kQStages = 0;     // of q, if they are not kStages
   static constexpr int kBiasStages = 1;  // of the row biases
+  // Warps that share numbers of s and dp, each with its part of the channels (mainloop_wide.h).
+  static constexpr int kChannelWarps = 1;
   // true: ds is the gradient of what is added to a capped logit
   static constexpr bool kOfAdded = false;
 };
@@ -46,6 +48,17 @@ struct BackwardConfig<256, Logits::plain> : BackwardDefaults {
   static constexpr int kQueries = 32, kKeys = 32, kDoStages = 1, kBlocks = 2;
   static constexpr int kKeyWarpRows = 1, kDqWarpRows = 1;
   static constexpr bool kDqHalves = true;
+};
+// dk and dv of 32 keys take half of the registers.
+template <>
+struct BackwardConfig<512, Logits::plain> : BackwardDefaults {
+  static constexpr int kWarps = 8, kQueries = 16, kKeys = 32, kStages = 1, kDoStages = 1, kBlocks = 1;
+  static constexpr int kSWarpRows = 1, kKeyWarpRows = 1, kDqWarpRows = 1, kChannelWarps = 4;
+  static constexpr bool kDqHalves = true;
+};
+template <>
+struct BackwardConfig<512, Logits::plain, SharedMemory::large> : BackwardConfig<512, Logits::plain> {
+  static constexpr int kQueries = 32, kStages = 2, kDoStages = 2, kSWarpRows = 2;
 };
 template <>
 struct BackwardConfig<128, Logits::plain, SharedMemory::large> : BackwardDefaults {
@@ -72,6 +85,8 @@ struct BackwardConfig<128, Logits::general> : BackwardDefaults {
 };
 template <>
 struct BackwardConfig<256, Logits::general> : BackwardConfig<256, Logits::plain> {};
+template <>
+struct BackwardConfig<512, Logits::general> : BackwardConfig<512, Logits::plain> {};
 
 // int8: q and do are in shared memory in int8 and in f16, k too, v in int8 alone.
 template <int Dim, Logits logits, SharedMemory memory = SharedMemory::small>

@@ -1,10 +1,12 @@
 // The backward kernels of one type of operands.
 #pragma once
+#include "cuda/bwd/wide_tiles.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm80/bwd/epilogue.h"
 #include "cuda/sm80/bwd/kernels.h"
 #include "cuda/sm80/bwd/mainloop.h"
 #include "cuda/sm80/bwd/mainloop_by_keys.h"
+#include "cuda/sm80/bwd/mainloop_wide.h"
 
 namespace octet::cuda::sm80 {
 
@@ -48,12 +50,14 @@ BackwardKernel backward_kernel(int dim) {
   const auto of = [](auto tile_dim) {
     return backward_kernel_of<BackwardKind<BackwardOperands<T>, tile_dim, logits, memory>>();
   };
-  if constexpr (memory == SharedMemory::large)
+  if constexpr (memory == SharedMemory::large && logits == Logits::plain)
+    return dim > 256 ? of(std::integral_constant<int, 512>{}) : of(std::integral_constant<int, 128>{});
+  else if constexpr (memory == SharedMemory::large)
     return of(std::integral_constant<int, 128>{});
   else if constexpr (logits == Logits::masked)
     return of(std::integral_constant<int, 64>{});
   else
-    return with_tile_dim(dim, of);
+    return with_wide_tile_dim(dim, of);
 }
 
 template <Logits logits, SharedMemory memory>

@@ -19,7 +19,7 @@ struct BackwardKernel {
 };
 
 // Masked logits have kernels of head dims up to 64 in small shared memory, and up to 128 in a large one, where plain
-// logits have one of those too.
+// logits have one of those too, and one above 256.
 template <class T, Logits logits, SharedMemory memory>
 BackwardKernel backward_kernel(int dim);
 // int8: head dims up to 128; plain and general logits in small shared memory, plain ones of 128 in

@@ -19,6 +19,7 @@ __device__ void Backward<Kind>::run(unsigned number) {
   if (!w.valid() || w.k.index < 0 || w.first_key >= w.k.tokens) return;
   if constexpr (kMasked) skip_hidden_queries();
   load_keys();
+  [[maybe_unused]] const VPart v = take_v();
   do {
     next_bin();
     TileDk dk, dv;
@@ -26,6 +27,8 @@ __device__ void Backward<Kind>::run(unsigned number) {
     for (auto& block : dv) block.zero();
     if constexpr (C::kKeysAsRows)
       compute_by_keys(dk, dv);
+    else if constexpr (kWide)
+      compute_wide(v, dk, dv);
     else
       compute(dk, dv);
     write(a.dv, dv, kGeneral ? params.dropout.scale : 1.f, -e.p - e.do_, a.dim_v);
@@ -40,7 +43,7 @@ __device__ void Backward<Kind>::load_keys() const {
   const int64_t bytes = tile * (Tiles::kKeys * kDim * static_cast<int64_t>(sizeof(T)));
   load_async<kThreads, Tiles::kKeys>(TileK{shared.k}, a.k + bytes, w.first_key % Tiles::kKeys);
   if constexpr (Operands::kReadsV)
-    load_async<kThreads, Tiles::kKeys>(TileK{shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
+    load_async<kThreads, Tiles::kKeys>(TileK{kWide ? shared.q[0] : shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
   Operands::load_keys(*this);
 }
 
@@ -93,9 +96,7 @@ __device__ typename Backward<Kind>::Step Backward<Kind>::next_step(MBlock& at, i
 // Starts the copies of q, lse and delta.
 template <class Kind>
 __device__ void Backward<Kind>::load_q(const Step& step, int stage) const {
-  constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
-  load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[kQStages < kStages ? 0 : stage]}, a.q + step.tile * kBytes,
-                                        step.first);
+  load_queries(shared.q[kQStages < kStages ? 0 : stage], a.q, step);
   constexpr int kChunks = kQueries * sizeof(float) / kChunkBytes;
   static_assert(2 * kChunks <= kThreads);
   const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.bin, a.q_tiles(), step.tile);
@@ -109,8 +110,7 @@ __device__ void Backward<Kind>::load_q(const Step& step, int stage) const {
 
 template <class Kind>
 __device__ void Backward<Kind>::load_do(const Step& step, int stage) const {
-  constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
-  load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
+  load_queries(shared.do_[stage], a.do_, step);
   Operands::load_do(*this, step, stage);
 }
 
