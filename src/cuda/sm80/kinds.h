@@ -17,7 +17,8 @@ enum class TileRows : int {
   pairs,         // pairs of a query and one of the heads that share k and v: few queries over many keys, in splits
   pages,         // the same where k and v lie in the pages of a KV cache
   few_pairs,     // up to 16 pairs; each of the four warps has its part of the keys
-  few_pages      // the same in pages
+  few_pages,     // the same in pages
+  doubled        // queries of one head again; two tiles of keys at a time
 };
 
 constexpr bool in_pages(TileRows rows) { return rows == TileRows::pages || rows == TileRows::few_pages; }
@@ -26,7 +27,8 @@ constexpr bool has_pairs(TileRows rows) {
 }
 // Returns whether there are kernels for head dims up to 128 alone.
 constexpr bool has_small_dims(TileRows rows) {
-  return rows == TileRows::half_queries || rows == TileRows::few_pairs || rows == TileRows::few_pages;
+  return rows == TileRows::half_queries || rows == TileRows::doubled || rows == TileRows::few_pairs ||
+         rows == TileRows::few_pages;
 }
 
 }  // namespace octet::cuda::sm80

@@ -55,55 +55,75 @@ __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, co
   }
 }
 
-// d += a b^T, with a in registers and as many rows of b as d has columns, from row 16 b_block and step `first` of its
-// columns on, a multiple of four.
+// d += a b^T, with a in registers and as many rows of b as d has columns, from row 16 block of b on. `lane` is where
+// this lane's rows of b lie (lane_right()).
 template <int M, class T, int Depth, int Columns, class Sum, class TileB>
-__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b,
-                        int b_block = 0, int begin = 0, int first = 0) {
+__device__ void mma_ABt_at(uint32_t lane, Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M],
+                           const TileB& b, int begin = 0, int block = 0) {
   static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
-  const uint32_t lane = TileB::move(b.lane_right(), b_block, first);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / kStepColumns<T>; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
-    const auto right = [&](int n) { return b.step(lane, n, k_step); };
+    const auto right = [&](int n) { return b.step(lane, block + n, k_step); };
     mma_step<T, typename TileB::Element, ptx::ldmatrix>(d, left, right, k_step ? 0 : begin);
   }
 }
 
-// d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and as many rows of b as d has columns, from
-// row 16 b_block on. The index of summation are `Depth` columns of both, all if it is 0, from step `first` of them on,
-// a multiple of four.
-template <int Depth = 0, int M, int Columns, class Sum, class TileA, class TileB>
-__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int row_block, const TileB& b,
+// The same from row 16 b_block of b and step `first` of its columns on, a multiple of four.
+template <int M, class T, int Depth, int Columns, class Sum, class TileB>
+__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b,
                         int b_block = 0, int begin = 0, int first = 0) {
+  mma_ABt_at(TileB::move(b.lane_right(), b_block, first), d, a, b, begin);
+}
+
+// d += a b^T, with rows of the tile a, and as many rows of b as d has columns, from row 16 block of b on. `lane_a`
+// and `lane_b` are where this lane's rows of both lie (lane_down() and lane_right()). The index of summation are
+// `Depth` columns of both, all if it is 0.
+template <int Depth = 0, int M, int Columns, class Sum, class TileA, class TileB>
+__device__ void mma_ABt_at(uint32_t lane_a, uint32_t lane_b, Accumulator<Columns, Sum> (&d)[M], const TileA& a,
+                           const TileB& b, int begin = 0, int block = 0) {
   static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows && Depth <= TileA::kColumns);
   constexpr int kDepth = Depth ? Depth : TileA::kColumns;
-  const uint32_t lane_a = TileA::move(a.lane_down(), row_block, first),
-                 lane_b = TileB::move(b.lane_right(), b_block, first);
 #pragma unroll
   for (int k_step = 0; k_step < kDepth / kStepColumns<typename TileA::Element>; ++k_step) {
     uint32_t rows[M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));
     const auto left = [&](int m) { return rows[m]; };
-    const auto right = [&](int n) { return b.step(lane_b, n, k_step); };
+    const auto right = [&](int n) { return b.step(lane_b, block + n, k_step); };
     mma_step<typename TileA::Element, typename TileB::Element, ptx::ldmatrix>(d, left, right, k_step ? 0 : begin);
   }
 }
 
-// d += a b, with a in registers; the rows of b from 16 b_row_block on are the index of summation. The columns of d are
-// those of b from 16 b_block on, which is a multiple of as many blocks as d has.
+// The same with rows [16 row_block, 16 (row_block + M)) of a, from row 16 b_block of b on, and from step `first` of
+// their columns on, a multiple of four.
+template <int Depth = 0, int M, int Columns, class Sum, class TileA, class TileB>
+__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int row_block, const TileB& b,
+                        int b_block = 0, int begin = 0, int first = 0) {
+  mma_ABt_at<Depth>(TileA::move(a.lane_down(), row_block, first), TileB::move(b.lane_right(), b_block, first), d, a, b,
+                    begin);
+}
+
+// d += a b, with a in registers; the rows of b from 16 block on are the index of summation. `lane` is where this lane's
+// rows of b lie (lane_down()).
 template <int M, class T, int Depth, int Columns, class TileB>
-__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b, int b_block = 0,
-                       int b_row_block = 0) {
+__device__ void mma_AB_at(uint32_t lane, Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b,
+                          int block = 0) {
   static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
-  const uint32_t lane = TileB::move(b.lane_down(), b_row_block, b_block);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / 16; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
-    const auto right = [&](int n) { return b.step(lane, k_step, n); };
+    const auto right = [&](int n) { return b.step(lane, block + k_step, n); };
     mma_step<T, T, ptx::ldmatrix_trans>(d, left, right);
   }
+}
+
+// The same from row 16 b_row_block of b on. The columns of d are those of b from 16 b_block on, which is a multiple of
+// as many blocks as d has.
+template <int M, class T, int Depth, int Columns, class TileB>
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b, int b_block = 0,
+                       int b_row_block = 0) {
+  mma_AB_at(TileB::move(b.lane_down(), b_row_block, b_block), d, a, b);
 }
 
 // d += a b, with rows [16 row_block, 16 (row_block + M)) of the tile a, and as many columns of b as d has, from column

@@ -83,8 +83,17 @@ struct TileLoader {
       source += kRowsAtOnce * stride;
     });
   }
-  // The same where rows outside of `rows` and columns from `columns` on, in whole chunks, become zeros. Those rows are
-  // not read.
+  // The same where rows of all columns lie one after the other, so that addresses differ by constants.
+  static __device__ void load_dense(const Tile& tile, const typename Tile::Element* from) {
+    static_assert(kPeriod == 1);
+    const uint32_t to = tile.address() + Tile::offset(first(), chunk());
+    const auto* const source =
+        reinterpret_cast<const uint4*>(from) + static_cast<unsigned>(ptx::opaque(static_cast<int>(threadIdx.x)));
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) ptx::cp_async(to + i * kRowsAtOnce * Tile::kRowBytes, source + i * Threads);
+  }
+  // The same as load() where rows outside of `rows` and columns from `columns` on, in whole chunks, become zeros. Those
+  // rows are not read.
   static __device__ void load_part(const Tile& tile, const typename Tile::Element* source, int64_t stride,
                                    const Interval& rows, int columns) {
     const auto* const anywhere = source - first() * stride - chunk() * kChunk;

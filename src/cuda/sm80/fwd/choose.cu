@@ -19,15 +19,23 @@ namespace {
 
 using KernelOf = ForwardKernel (*)(int64_t most_dim);
 
+// Whether there are kernels that load two tiles of keys at a time.
+template <class Precision>
+constexpr bool kHasDoubled = requires {
+  ForwardOperands<Precision>::template Tile<Dims64, Logits::plain, TileRows::doubled>::kDoubles;
+};
+
 // Returns null where there is no kernel: f32 takes mask tensors as general logits, and where keys are split o is not
 // compensated.
 template <class Precision, Logits logits, TileRows rows>
 constexpr KernelOf kernel_of() {
   if constexpr (logits == Logits::masked && (rows != TileRows::queries || !ForwardOperands<Precision>::kStagesMasks))
     return nullptr;
-  else if constexpr (has_small_dims(rows) && !ForwardOperands<Precision>::kHasHalfQueries)
+  else if constexpr (rows == TileRows::doubled && !kHasDoubled<Precision>)
     return nullptr;
-  else if constexpr (rows == TileRows::half_queries && logits != Logits::plain)
+  else if constexpr (has_small_dims(rows) && rows != TileRows::doubled && !ForwardOperands<Precision>::kHasHalfQueries)
+    return nullptr;
+  else if constexpr ((rows == TileRows::half_queries || rows == TileRows::doubled) && logits != Logits::plain)
     return nullptr;
   else if constexpr (rows == TileRows::pairs && !ForwardOperands<Precision>::kHasPairs)
     return nullptr;
@@ -47,13 +55,14 @@ constexpr Kernels kKernels = {kernel_of<Precision, Logits::plain, rows>(), kerne
 // The kernels of a recipe.
 struct Row {
   ForwardFormats formats;
-  Kernels queries, half_queries, pairs, pages, few_pairs, few_pages;
+  Kernels queries, half_queries, doubled, pairs, pages, few_pairs, few_pages;
 };
 template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
   return {formats,
           kKernels<Precision, TileRows::queries>,
           kKernels<Precision, TileRows::half_queries>,
+          kKernels<Precision, TileRows::doubled>,
           kKernels<Precision, TileRows::pairs>,
           kKernels<Precision, TileRows::pages>,
           kKernels<Precision, TileRows::few_pairs>,
@@ -77,6 +86,13 @@ constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, T
 
 constexpr int64_t kMostDimOfFewRows = 128;
 
+// What is reserved of a multiprocessor's shared memory for each thread block, which can have all but that of one.
+constexpr int kReservedBytes = 1024;
+// Returns how many thread blocks of a kernel the shared memory of a multiprocessor holds.
+int blocks_in_shared_memory(const Card& gpu, const ForwardKernel& kernel) {
+  return (gpu.shared_bytes + kReservedBytes) / (kernel.shared_bytes + kReservedBytes);
+}
+
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
       std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& x) { return x.formats == formats; });
@@ -95,7 +111,12 @@ Candidates<Candidate> kernels_for_queries(const Problem& p, const Row& row, Logi
     all.add({kernel.rows, kernel.keys, also}, {kernel, false});
   };
   if (logits == Logits::plain) {
+    const KernelOf doubled = most_dim <= 128 ? row.doubled.plain : nullptr;
+    const bool fits =
+        doubled && blocks_in_shared_memory(card(p.device_index), doubled(most_dim)) >= doubled(most_dim).blocks;
+    if (fits) add(doubled(most_dim));
     add(row.queries.plain(most_dim));
+    if (doubled && !fits) add(doubled(most_dim));
     if (row.half_queries.plain && most_dim <= 128) add(row.half_queries.plain(most_dim));
     return all;
   }
@@ -225,10 +246,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
   choice.pages_of_codes = row_of(numerics.formats)->pages.plain && has_pages_of_codes(p);
   const PackedTiles tiles = packed_tiles(p, kernel.rows);
   choice.tile_heads = tiles.heads, choice.tile_queries = tiles.queries, choice.tiles = tiles.count;
-  // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
-  constexpr int kReservedBytes = 1024;
   const Card& gpu = card(p.device_index);
-  const int blocks = (gpu.shared_bytes + kReservedBytes) / (kernel.shared_bytes + kReservedBytes);
+  const int blocks = blocks_in_shared_memory(gpu, kernel);
   choice.splits = key_splits(tiles.count, (most_keys(p) + kernel.keys - 1) / kernel.keys,
                              int64_t{gpu.multiprocessors} * std::clamp(blocks, 1, kernel.blocks));
   return choice;

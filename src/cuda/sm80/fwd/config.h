@@ -27,6 +27,7 @@ using Dims512 = HeadDims<512, 512>;      // f16 and bf16
 //   kStagesMask   true: the tile of a mask tensor passes through shared memory
 //   kStages       stages of k and v; 1: of one each (fwd/mainloop_wide.h)
 //   kLateV        true: v has one stage, and is loaded while q k^T of its tile is computed
+//   kDoubles      two tiles are loaded and computed between two barriers; where it is not said, false
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
 //   kKeyWarps     warps that share the rows of a tile, each with its part of the keys; where it is not said, 1
 //   kChannelWarps the same, each with its part of the channels
@@ -148,6 +149,19 @@ struct Int8QkTile<Dims128, logits, TileRows::queries> : ForwardTile<Dims128, log
   static constexpr bool kLateV = true;
 };
 
+// Two tiles between two barriers (fwd/mainloop_doubled.h), where multiprocessors have shared memory for two thread
+// blocks.
+template <>
+struct Int8QkTile<Dims64, Logits::plain, TileRows::doubled> : ForwardTile<Dims64, Logits::plain, TileRows::queries> {
+  static constexpr int kStages = 4;
+  static constexpr bool kDoubles = true;
+};
+template <>
+struct Int8QkTile<Dims128, Logits::plain, TileRows::doubled> : ForwardTile<Dims128, Logits::plain, TileRows::queries> {
+  static constexpr int kStages = 4;
+  static constexpr bool kDoubles = true;
+};
+
 // The same where a tile lies in a block of 64 keys that have one mean.
 template <class Dims, Logits logits>
 struct Int8TrainingTile : ForwardTile<Dims, logits, TileRows::queries> {};
@@ -193,6 +207,15 @@ constexpr int channel_warps() {
     return Tile::kChannelWarps;
   else
     return 1;
+}
+
+// Whether two tiles are loaded and computed between two barriers.
+template <class Tile>
+constexpr bool doubles() {
+  if constexpr (requires { Tile::kDoubles; })
+    return Tile::kDoubles;
+  else
+    return false;
 }
 
 // The kind of problem that a kernel is compiled for.

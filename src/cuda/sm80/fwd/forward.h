@@ -62,6 +62,7 @@ struct Forward {
   static constexpr int kChannels = Dims::kDim / kChannelWarps, kChannelsV = Dims::kDimV / kChannelWarps;  // of a warp
   static constexpr int kWarpKeys = kKeys / kKeyWarps;                                                     // of a tile
   static constexpr int kThreads = Tile::kWarps * 32, kRowsOfWarp = kRowBlocks * kWarpRows;
+  static constexpr int kLoadedKeys = doubles<Tile>() ? 2 * kKeys : kKeys;  // at a time
   static constexpr int kRows = Tile::kWarps / kSharers * kRowsOfWarp;
   using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
   using TileK = SharedTile<KType, kKeys, Dims::kDim>;
@@ -342,6 +343,17 @@ struct Forward {
   __device__ void load_keys(int tile, const Sources& from, int page) const;
   __device__ void load_pages(int tile, const Interval& rows, int page_of_lane) const;
   __device__ void load_late_v(int tile) const;
+  __device__ void run_doubled() const;  // fwd/mainloop_doubled.h
+  template <class T, class Stages>
+  static __device__ auto pair_of(Stages& stages, int pair) {
+    return SharedTile<typename T::Element, kLoadedKeys, T::kColumns>{stages[2 * (static_cast<unsigned>(pair) % 2)][0]};
+  }
+  struct Lanes {
+    uint32_t q, k, v;  // where this lane's rows of their tiles lie
+  };
+  __device__ void load_pair(int pair) const;
+  __device__ void compute_half(int pair, int half, const Lanes& lanes, const QRows& q_rows,
+                               Softmax (&softmax)[kRowBlocks], O& o) const;
   // Waits until all threads have loaded their parts of a v that is late; the groups that follow its own may be on the
   // way.
   static __device__ void wait_late_v() {

@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm80/fwd/kernels.h"
+#include "cuda/sm80/fwd/mainloop_doubled.h"
 #include "cuda/sm80/fwd/mainloop_wide.h"
 
 namespace octet::cuda::sm80 {
@@ -15,6 +16,8 @@ __global__ void __launch_bounds__(Forward<Kind>::kThreads, Forward<Kind>::Tile::
   if constexpr (Kernel::kPairs) ptx::griddepcontrol_launch_dependents();  // fwd/combine.cu, which waits
   if constexpr (Kernel::Tile::kStages == 1)
     kernel.run_wide();
+  else if constexpr (doubles<typename Kernel::Tile>())
+    kernel.run_doubled();
   else
     kernel.run();
 }
@@ -41,7 +44,7 @@ ForwardKernel forward_kernel_of(int64_t most_dim) {
     using Kernel = Forward<Kind>;
     return {.function = reinterpret_cast<const void*>(&forward_kernel<Kind>),
             .rows = Kernel::kRows,
-            .keys = Kernel::kKeys,
+            .keys = Kernel::kLoadedKeys,
             .rows_of_warp = Kernel::kRowsOfWarp,
             .threads = Kernel::kThreads,
             .shared_bytes = Kernel::kSharedBytes,

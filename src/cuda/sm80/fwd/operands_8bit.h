@@ -1,5 +1,7 @@
 // The precisions of the forward pass whose q and k are int8. operands.h has the list of their verbs.
 #pragma once
+#include <bit>
+
 #include "cuda/fragment/softmax_8bit.h"
 #include "cuda/operands/quantize/block_logits.h"
 #include "cuda/operands/quantize/quantize.h"
@@ -23,7 +25,7 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   static constexpr bool kHasFactors = true, kHasPages = false, kHasHalfQueries = false;
   // Each sequence of keys begins at a multiple of so many in memory.
   template <class Kernel>
-  static constexpr int kLaidOutKeys = Kernel::kKeys;
+  static constexpr int kLaidOutKeys = Kernel::kLoadedKeys;
   // The type of sums of products, and how many are a unit of them where they are read as floats.
   template <class Kernel>
   using Sum = typename Kernel::Precision::Sum;
@@ -83,6 +85,14 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
       ptx::cp_async(ptx::shared_address(&f.shared.factors.k[Kernel::stage_of(tile)][i]),
                     f.shared.factors.of_k + tile * (Kernel::kKeys / 2) + i);
   }
+  // The same for two tiles, whose stages lie one behind the other.
+  template <class Kernel>
+  static __device__ void load_pair_factors(const Kernel& f, int pair) {
+    const unsigned i = static_cast<unsigned>(ptx::opaque(static_cast<int>(threadIdx.x)));
+    if (i < Kernel::kKeys)
+      ptx::cp_async(ptx::shared_address(&f.shared.factors.k[2 * (static_cast<unsigned>(pair) % 2)][i]),
+                    f.shared.factors.of_k + (static_cast<unsigned>(pair * Kernel::kKeys) + i));
+  }
   template <class Kernel>
   static __device__ int first_key(const Kernel& f) {
     constexpr int kLaidOut = Kernel::Operands::template kLaidOutKeys<Kernel>;
@@ -121,17 +131,25 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   }
 
   template <class Kernel>
+  using Sums = Accumulator<Kernel::kKeys, Sum<Kernel>>[Kernel::kRowBlocks];
+  static constexpr int kBegin = std::bit_cast<int>(kSumsBegin);  // the bits of what integer sums begin at
+  template <class Kernel>
   static __device__ void multiply_qk(const Kernel& f, const typename Kernel::QRows& q, typename Kernel::S& s,
                                      int tile) {
-    Accumulator<Kernel::kKeys, Sum<Kernel>> sums[Kernel::kRowBlocks];
-    const int begin = __float_as_int(kSumsBegin), warp = static_cast<int>(threadIdx.x / 32);
+    Sums<Kernel> sums;
+    const int warp = static_cast<int>(threadIdx.x / 32);
     if constexpr (!std::is_same_v<Sum<Kernel>, int>)
 #pragma unroll
       for (auto& each : sums) each.zero();
     if constexpr (Kernel::Tile::kQRegisters)
-      mma_ABt(sums, q, f.k(tile), 0, begin);
+      mma_ABt(sums, q, f.k(tile), 0, kBegin);
     else
-      mma_ABt(sums, f.q(), warp * Kernel::kRowBlocks, f.k(tile), 0, begin);
+      mma_ABt(sums, f.q(), warp * Kernel::kRowBlocks, f.k(tile), 0, kBegin);
+    take_sums(f, sums, s, tile);
+  }
+  // Turns sums of products into logits.
+  template <class Kernel>
+  static __device__ void take_sums(const Kernel& f, Sums<Kernel>& sums, typename Kernel::S& s, int tile) {
     if constexpr (kCorrectsSums<Kernel>)
       if (f.a.k_zero_points) subtract_zero_points(f, sums, tile);
     const KeyPairFactors* const of_keys = f.shared.factors.k[Kernel::stage_of(tile)] +
