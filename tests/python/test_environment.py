@@ -59,3 +59,9 @@ def test_questions_about_tensors_that_no_memory_holds(array, kind):
         q = np.broadcast_to(np.zeros(64, np.float32), shape)
     assert "cpu: chosen, " in octet.explain(q, q, q, kind=kind)
     assert octet.supports(q, q, q, kind=kind)
+
+
+def test_check_has_its_reference_whatever_the_environment_names():
+    """float64 is the reference backend's, and OCTET_BACKEND is for the call that is checked."""
+    done = run(CALL + "print(octet.check(q, q, q, causal=True)['o'].rel_l2)", OCTET_BACKEND="cpu")
+    assert done.returncode == 0, done.stderr
