@@ -4,7 +4,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <string_view>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -51,13 +51,13 @@ nlohmann::ordered_json eight_bits(const std::string& card, const std::string& ba
   const int64_t tokens = std::min(shape.tokens_q, shape.tokens_k);
   if (card.empty() || tokens < kFewestTokens) return nullptr;
   const Row* best = nullptr;
-  // The better of two rows: of the backend that runs, of the mask, then of the nearest number of tokens.
+  // The better of two rows: of the mask, then of the nearest number of tokens, then the first, of octet's own choice.
   const auto distance = [&](const Row& row) {
-    return std::tuple(row.backend != backend, row.causal != causal, std::abs(std::log2(double(row.tokens) / tokens)));
+    return std::pair(row.causal != causal, std::abs(std::log2(double(row.tokens) / tokens)));
   };
   for (const Row& row : kRows)
-    if (names(card, row.card) && row.dim == (shape.dim <= 64 ? 64 : 128) && shape.dim <= 128 &&
-        (!best || distance(row) < distance(*best)))
+    if (names(card, row.card) && (backend.empty() || backend == row.backend) && shape.dim <= 128 &&
+        row.dim == (shape.dim <= 64 ? 64 : 128) && (!best || distance(row) < distance(*best)))
       best = &row;
   if (!best) return nullptr;
   std::vector<const Row*> found;

@@ -7,8 +7,9 @@
 
 namespace octet::cli {
 
-// What is known for a card, by a part of its name, and a backend of it: {card, measured (a date, null: predicted), dim,
-// tokens, causal, times_as_fast_as_bf16: {precision: number}} of the shape nearest to this one. null: nothing is.
+// What is known for a card, by a part of its name, and a backend of it, "": octet's own choice: {card, measured (a
+// date, null: predicted), dim, tokens, causal, times_as_fast_as_bf16: {precision: number}} of the shape nearest to this
+// one. null: nothing is.
 nlohmann::ordered_json eight_bits(const std::string& card, const std::string& backend, const ProblemShape& shape,
                                   bool causal);
 

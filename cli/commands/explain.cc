@@ -137,9 +137,10 @@ void explain_command(ExplainOptions& options) {
       const std::string asked = fmt::format("{} {} {}", name(pass), name(precision), name(dtype));
       if (chosen(text).backend.empty()) declined.push_back(asked);
       ++count;
+      const std::string backend = options.card.empty() ? chosen(text).backend : "";
       const bool has_8_bits = pass == Pass::forward && !card.empty();
       const nlohmann::ordered_json of_8_bits =
-          has_8_bits ? eight_bits(card, chosen(text).backend, given, options.attention.causal()) : nullptr;
+          has_8_bits ? eight_bits(card, backend, given, options.attention.causal()) : nullptr;
       if (options.json) {
         objects.push_back(to_json(given, dtype, pass, precision, text, of_8_bits));
         continue;
