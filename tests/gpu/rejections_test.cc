@@ -127,8 +127,9 @@ std::vector<Rejected> rejected_by_sm80() {
   list.push_back({with_precision(Precision::sagebwd, Pass::backward),
                   "it has no sagebwd backward pass for head dim 160; it has: up to 128"});
   list.back().asked.dim = 160;
-  list.push_back({with_precision(Precision::sagebwd, Pass::backward),
-                  "v is quantized i8; its sagebwd backward pass takes f32, f16, bf16 and e4m3; octet_dequantize gives these"});
+  list.push_back(
+      {with_precision(Precision::sagebwd, Pass::backward),
+       "v is quantized i8; its sagebwd backward pass takes f32, f16, bf16 and e4m3; octet_dequantize gives these"});
   list.back().asked.quantized_v = true;
   list.push_back({with_precision(Precision::fp8, Pass::backward), "it has no fp8 backward pass; it has: forward"});
   list.push_back({with_precision(Precision::fp8), "it has no dropout in fp8; it has: f32, f16, bf16, int8_f16"});
@@ -155,10 +156,10 @@ std::vector<Rejected> rejected_by_sm80() {
                   "it has no int8 forward pass with o_residual for head dim 160; it has: up to 128"});
   list.back().asked.training = true, list.back().asked.dim = 160;
   list.push_back({with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward, backward"});
-  list.push_back(
-      {with_precision(Precision::int8),
-       "smooth_q is on; its int8 forward pass with o_residual takes auto and off, as the backward pass that reads its o "
-       "and lse smooths no q"});
+  list.push_back({with_precision(Precision::int8),
+                  "smooth_q is on; its int8 forward pass with o_residual takes auto and off, as the backward pass that "
+                  "reads its o "
+                  "and lse smooths no q"});
   list.back().asked.training = true, list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.pass = Pass::jvp}, "it has no bf16 jvp for head dim 512; it has: up to 256"});
   list.back().asked.dim = 512;
