@@ -51,14 +51,16 @@ nlohmann::ordered_json eight_bits(const std::string& card, const std::string& ba
   const int64_t tokens = std::min(shape.tokens_q, shape.tokens_k);
   if (card.empty() || tokens < kFewestTokens) return nullptr;
   const Row* best = nullptr;
-  // The better of two rows: of the mask, then of the nearest number of tokens, then the first, of octet's own choice.
+  // The better of two rows: of the mask, then of the nearest number of tokens.
   const auto distance = [&](const Row& row) {
     return std::pair(row.causal != causal, std::abs(std::log2(double(row.tokens) / tokens)));
   };
-  for (const Row& row : kRows)
-    if (names(card, row.card) && (backend.empty() || backend == row.backend) && shape.dim <= 128 &&
-        row.dim == (shape.dim <= 64 ? 64 : 128) && (!best || distance(row) < distance(*best)))
-      best = &row;
+  std::string wanted = backend;
+  for (const Row& row : kRows) {
+    if (!names(card, row.card) || shape.dim > 128 || row.dim != (shape.dim <= 64 ? 64 : 128)) continue;
+    if (wanted.empty()) wanted = row.backend;  // octet's own choice comes first
+    if (wanted == row.backend && (!best || distance(row) < distance(*best))) best = &row;
+  }
   if (!best) return nullptr;
   std::vector<const Row*> found;
   for (const Row& row : kRows)
