@@ -29,8 +29,10 @@ ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
   using Widest = typename ForwardOperands<Precision>::WidestDims;
   constexpr bool kWide = std::is_same_v<Widest, Dims512>;
   if (most_dim <= 64) return f(Dims64{});
-  if (most_dim <= 128 || has_small_dims(rows)) return f(Dims128{});
-  if constexpr (!has_small_dims(rows)) {
+  if constexpr (has_small_dims(rows)) {
+    return f(Dims128{});
+  } else {
+    if (most_dim <= 128) return f(Dims128{});
     if constexpr (kWide && logits != Logits::masked)
       if (most_dim > 256) return f(Widest{});
     return f(std::conditional_t<kWide, Dims256, Widest>{});
