@@ -63,11 +63,12 @@ struct Sample {
   }
   // Tokens of packed sequences that no other token sees are left out.
   __device__ bool has(int i) const {
+    const TokenFlags& flags = of_queries ? p.seen_queries : p.seen_keys;
     if (i >= count) return false;
+    if (!packed && !flags.data) return true;
     const Index4 index = index_of(i, 0);
     return (!packed || counts(p, of_queries, static_cast<int>(index.token))) &&
-           sees(of_queries ? p.seen_queries : p.seen_keys, static_cast<int>(index.batch), static_cast<int>(index.head),
-                index.token);
+           sees(flags, static_cast<int>(index.batch), static_cast<int>(index.head), index.token);
   }
   // Calls f(i, numbers) for each sample; the numbers of samples that are left out are 0.
   template <class In, int kThreads, class F>
@@ -78,9 +79,12 @@ struct Sample {
     for (int start = 0; start < count; start += kAtOnce * rows) {
       const auto sample = [&](int j) { return start + j * rows + static_cast<int>(threadIdx.x) / vecs; };
       RawVec8<In> raw[kAtOnce];
+      unsigned kept = 0;  // a bit of each; one after the other, as their addresses take registers
+#pragma unroll 1
+      for (int j = 0; j < kAtOnce; ++j) kept |= static_cast<unsigned>(has(sample(j))) << j;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        if (channel < x.shape[3] && has(sample(j))) raw[j].load(x, index_of(sample(j), channel));
+        if (channel < x.shape[3] && kept >> j & 1) raw[j].load(x, index_of(sample(j), channel));
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if (start + j * rows >= count) break;
