@@ -459,10 +459,9 @@ def chosen(*arrays, **how):
             "no, it has no alibi_slopes with bias_correction beta",
         ),
         ({"mask": torch.ones(64, 64)}, torch.float16, "no, its mask tensor is f32; it takes bool and f16 ones"),
-        ({"kind": "jvp"}, torch.bfloat16, "no, it has no jvp pass; it has: forward, backward"),
         ({}, torch.float32, "no, it has no f32; "),
     ],
-    ids=["softcap", "alibi_slopes", "mask", "jvp", "f32"],
+    ids=["softcap", "alibi_slopes", "mask", "f32"],
 )
 def test_what_sm90_lacks_is_computed_by_sm80(how, dtype, reason):
     x = draw(*[(1, 4, 64, 64)] * 3, dtype=dtype)
