@@ -5,7 +5,7 @@ import operator
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -181,9 +181,14 @@ def expect_constant(name: str, x: Any) -> None:
     hidden = ""
     if sys.modules["torch"]._C._functorch.is_batchedtensor(x):
         hidden = "; inside of torch.compile vmap hides whether it does, so call it there under torch.no_grad()"
+    reject_gradient(name, hidden)
+
+
+def reject_gradient(name: str, more: str = "") -> NoReturn:
+    """Rejects the gradient of a tensor of torch, which octet does not compute."""
     raise Unsupported(
         f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach() where its gradient "
-        f"may be lost (what is learned would no longer change){hidden}"
+        f"may be lost (what is learned would no longer change){more}"
     )
 
 

@@ -191,6 +191,28 @@ def test_a_jvp_inside_compiled_code_and_its_gradients(name):
     assert results[0][0].abs().sum() > 0 and results[0][-4].abs().sum() > 0
 
 
+def test_a_jvp_inside_compiled_code_gives_the_gradient_of_a_mask():
+    q, k, v = inputs()
+    results, direction = [], torch.randn(q.shape)
+    start = torch.randn(1, q.shape[1], q.shape[2], k.shape[2])
+    for how in (lambda f: f, compiled):
+        mask = start.clone().requires_grad_()
+        call = lambda q, k, v, mask: tangents(lambda q: octet.attention(q, k, v, mask=mask), (q,), (direction,))
+        how(call)(q, k, v, mask)[0].square().sum().backward()
+        results.append(mask.grad)
+        torch._dynamo.reset()
+    assert results[0].abs().sum() > 0 and torch.equal(*results)
+
+
+def test_a_jvp_inside_compiled_code_rejects_the_gradient_of_slopes():
+    q, k, v = (x.detach() for x in inputs())
+    slopes = torch.ones(q.shape[1]).requires_grad_()
+    call = lambda q, slopes: tangents(lambda q: octet.attention(q, k, v, alibi_slopes=slopes), (q,), (q,))
+    for how in (lambda f: f, compiled):
+        with pytest.raises(Exception, match="alibi_slopes: requires a gradient"):
+            how(call)(q, slopes)
+
+
 def test_a_compiled_jvp_without_gradients():
     q, k, v = inputs()
     with torch.no_grad():

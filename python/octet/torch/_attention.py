@@ -23,7 +23,7 @@ from octet._operands import (
     operands_of,
     with_gradient,
 )
-from octet._options import Options, expect_constant, expect_no_tangent, is_differentiated
+from octet._options import Options, expect_constant, expect_no_tangent, is_differentiated, reject_gradient
 from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
 from octet.errors import Unsupported
@@ -357,10 +357,13 @@ def _backward_of_forward_jvp(ctx: Any, do: Any, dlse: Any, _r: Any, dto: Any, dt
             "octet computes first derivatives only: a tangent has no gradient; detach it inside the compiled function, "
             "which asks for gradients of all that it returns"
         )
+    needs = dict(zip(_ops.ARGUMENTS["jvp"], ctx.needs_input_grad, strict=False))  # a call leaves out its last ones
+    for name in CONSTANTS:
+        if needs.get(name):
+            reject_gradient(name)
     saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-    made = gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options)
-    needed = zip(_ops.ARGUMENTS["jvp"], ctx.needs_input_grad, strict=False)  # not those that a call left out at its end
-    return tuple([made.get(name) if needs else None for name, needs in needed])
+    made = gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options, needs.get("mask", False))
+    return tuple([made.get(name) if wanted else None for name, wanted in needs.items()])
 
 
 torch.library.register_autograd("octet::forward_jvp", _backward_of_forward_jvp, setup_context=_save_for_backward)
