@@ -4,7 +4,7 @@
 namespace octet::cuda {
 namespace {
 
-struct AlibiLogits {
+struct AlibiLogits : AddedLogits {
   AlibiSlopes slopes;
   float scale;
 
@@ -21,15 +21,6 @@ struct AlibiLogits {
     return __fmaf_rn(scale, product, row.alibi.term(row.slope, key));
   }
 
-  static constexpr bool kHides = false;
-  struct Logit {
-    float x;
-    __device__ float derivative_of(float ds) const { return ds; }
-  };
-  template <class Gradients>
-  __device__ float kept(const Gradients&, int, int, int) const {
-    return 1.f;
-  }
   template <class Gradients>
   __device__ Logit operator()(const Gradients& g, int head, int query, int key, float product) const {
     const int sequence = g.a.k_blocks.cu_seqlens ? g.k.index : g.batch, n = g.q.tokens, m = g.k.tokens;
@@ -40,12 +31,12 @@ struct AlibiLogits {
 }  // namespace
 
 void subtract_row_biases(const LseParams& p, const AlibiSlopes& slopes, float scale, cudaStream_t stream) {
-  subtract_row_biases(p, AlibiLogits{slopes, scale}, stream);
+  subtract_row_biases(p, AlibiLogits{{}, slopes, scale}, stream);
 }
 
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const AlibiSlopes& slopes, const Strided& dq,
                       cudaStream_t stream) {
-  recompute_masked(p, a, AlibiLogits{slopes, a.scale}, dq, stream);
+  recompute_masked(p, a, AlibiLogits{{}, slopes, a.scale}, dq, stream);
 }
 
 }  // namespace octet::cuda

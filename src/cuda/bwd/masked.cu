@@ -4,7 +4,7 @@
 namespace octet::cuda {
 namespace {
 
-struct MaskLogits {
+struct MaskLogits : AddedLogits {
   MaskRows rows;
   float scale;
 
@@ -22,14 +22,6 @@ struct MaskLogits {
   }
 
   static constexpr bool kHides = true;
-  struct Logit {
-    float x;
-    __device__ float derivative_of(float ds) const { return ds; }
-  };
-  template <class Gradients>
-  __device__ float kept(const Gradients&, int, int, int) const {
-    return 1.f;
-  }
   template <class Gradients>
   __device__ Logit operator()(const Gradients& g, int head, int query, int key, float product) const {
     return {logit(row(g.batch, g.batch, head, query, 0, 0, {}), key, product)};
@@ -39,12 +31,12 @@ struct MaskLogits {
 }  // namespace
 
 void subtract_row_biases(const LseParams& p, const MaskRows& rows, float scale, cudaStream_t stream) {
-  subtract_row_biases(p, MaskLogits{rows, scale}, stream);
+  subtract_row_biases(p, MaskLogits{{}, rows, scale}, stream);
 }
 
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const MaskRows& rows, const Strided& dq,
                       cudaStream_t stream) {
-  recompute_masked(p, a, MaskLogits{rows, a.scale}, dq, stream);
+  recompute_masked(p, a, MaskLogits{{}, rows, a.scale}, dq, stream);
 }
 
 }  // namespace octet::cuda

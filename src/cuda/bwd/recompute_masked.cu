@@ -3,16 +3,7 @@
 namespace octet::cuda {
 namespace {
 
-struct PlainLogits {
-  static constexpr bool kHides = false;
-  struct Logit {
-    float x;
-    __device__ float derivative_of(float ds) const { return ds; }
-  };
-  template <class Gradients>
-  __device__ float kept(const Gradients&, int, int, int) const {
-    return 1.f;
-  }
+struct PlainLogits : AddedLogits {
   template <class Gradients>
   __device__ Logit operator()(const Gradients& g, int, int, int, float product) const {
     return {g.a.scale * product};

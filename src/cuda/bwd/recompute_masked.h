@@ -24,6 +24,19 @@
 
 namespace octet::cuda {
 
+// What `Logits` have in common that add to products, or take them as they are, and drop nothing.
+struct AddedLogits {
+  static constexpr bool kHides = false;
+  struct Logit {
+    float x;
+    __device__ float derivative_of(float ds) const { return ds; }
+  };
+  template <class Gradients>
+  __device__ float kept(const Gradients&, int, int, int) const {
+    return 1.f;
+  }
+};
+
 // The gradients of one head of k and v and of one sequence.
 template <int kQueries, int Dim, class Logits>
 struct UnmaskedGradients {
