@@ -7,9 +7,10 @@
 
 namespace octet::cli {
 
-// What is known for a card, by a part of its name, and a backend of it, "": octet's own choice: {card, measured (a
-// date, null: predicted), dim, tokens, causal, times_as_fast_as_bf16: {precision: number}} of the shape nearest to this
-// one. null: nothing is.
+// Returns the speeds of the known shape that is nearest to this one, on a card and by a backend: {card, measured (the
+// date, or null where they are predicted), backend, dim, tokens, causal, times_as_fast_as_bf16: {precision: number}}.
+// It returns null where no speed is known. `card` may be a part of the name; an empty `backend` stands for the one that
+// octet chooses.
 nlohmann::ordered_json eight_bits(const std::string& card, const std::string& backend, const ProblemShape& shape,
                                   bool causal);
 

@@ -29,7 +29,7 @@ std::string card_json(const Problem& p);
 // "measured" where the default kernels of calls like this were compared with all others on the GPU of a problem
 // (docs/tuning.md), else "predicted", as a JSON string, or null where there is no GPU.
 std::string default_json(const Problem& p);
-// Whether calls like this one were timed on the card that was measured.
+// Returns whether calls of this kind were timed on the card whose measurements chose the defaults.
 bool has_measured_kind(const Problem& p);
 
 }  // namespace octet

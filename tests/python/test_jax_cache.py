@@ -10,24 +10,10 @@ import pytest
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
-from octet.jax import _adapter  # noqa: E402
+from ways_of_xla import way  # noqa: E402, F401
 
 BATCH, HEADS, KV_HEADS, DIM, PAGE = 2, 4, 2, 16, 16
 ROOM = 2 * PAGE
-# Callbacks into Python run on a CPU alone.
-WAYS = ["handlers", "callbacks"] if jax.default_backend() == "cpu" else ["handlers"]
-
-
-@pytest.fixture(params=WAYS, autouse=True)
-def way(request, monkeypatch):
-    """How XLA runs octet."""
-    if request.param == "callbacks":
-        monkeypatch.setattr(_adapter, "why_no_handlers", lambda: "a test said so")
-    elif _adapter.why_no_handlers():
-        pytest.skip(_adapter.why_no_handlers())
-    jax.clear_caches()
-    yield request.param
-    jax.clear_caches()
 
 
 def given(paged, dtype=np.float32, new=3, layout="bshd"):

@@ -11,22 +11,9 @@ from quantizers import HOW, PARTS
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import octet.jax  # noqa: E402
-from octet.jax import _adapter  # noqa: E402
+from ways_of_xla import way  # noqa: E402, F401
 
 ON_CPU = jax.default_backend() == "cpu"
-WAYS = ["handlers", "callbacks"] if ON_CPU else ["handlers"]  # callbacks into Python run on a CPU alone
-
-
-@pytest.fixture(params=WAYS, autouse=True)
-def way(request, monkeypatch):
-    """How XLA runs octet."""
-    if request.param == "callbacks":
-        monkeypatch.setattr(_adapter, "why_no_handlers", lambda: "a test said so")
-    elif _adapter.why_no_handlers():
-        pytest.skip(_adapter.why_no_handlers())
-    jax.clear_caches()
-    yield request.param
-    jax.clear_caches()
 
 
 def draw(*shape, dtype=jnp.bfloat16, seed=4):

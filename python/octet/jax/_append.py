@@ -16,7 +16,7 @@ from octet.errors import Unsupported
 from octet.jax._adapter import compute, view_on
 from octet.jax._primitives import bind, primitive_of, reject_gradients, result_like
 
-# What is written: the caches, of QTensors the codes, with their scales, and the queries turned.
+# These are written: the caches (of a QTensor its codes and its scales) and the queries, turned by RoPE.
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 

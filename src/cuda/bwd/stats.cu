@@ -79,7 +79,8 @@ struct Sample {
     for (int start = 0; start < count; start += kAtOnce * rows) {
       const auto sample = [&](int j) { return start + j * rows + static_cast<int>(threadIdx.x) / vecs; };
       RawVec8<In> raw[kAtOnce];
-      unsigned kept = 0;  // a bit of each; one after the other, as their addresses take registers
+      // One sample after the other, as the addresses of their flags take registers. Each has a bit.
+      unsigned kept = 0;
 #pragma unroll 1
       for (int j = 0; j < kAtOnce; ++j) kept |= static_cast<unsigned>(has(sample(j))) << j;
 #pragma unroll

@@ -101,7 +101,8 @@ struct TileWriter {
     __device__ bool is_present(int row) const {
       return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
     }
-    // Of q and do. The lse of a row that sees no key is that of its sink.
+    // Tells whether rows of q and do are read. Where they are not, lse still is: a row that sees no key has that of its
+    // sink.
     __device__ bool has_numbers(int i) const {
       return is_present(i) && sees(p.seen_queries, batch, head, first_token + i);
     }

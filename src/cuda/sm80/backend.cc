@@ -127,9 +127,8 @@ Answer plan(const Problem& p, void* workspace) {
   if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
   if (p.smooth_q && numerics.formats == kInt8Training)
     return text(
-        "smooth_q is on; its int8 forward pass with o_residual takes auto and off, as the backward pass that reads its "
-        "o "
-        "and lse smooths no q");
+        "smooth_q is on; its int8 forward pass with o_residual takes auto and off, as the backward pass that reads "
+        "its o and lse smooths no q");
   if (auto reason = bias_correction_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = missing_exact_output(p)) return std::move(*reason);
   const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {

@@ -19,7 +19,7 @@ namespace {
 
 using KernelOf = ForwardKernel (*)(int64_t most_dim);
 
-// Whether there are kernels that load two tiles of keys at a time.
+// This is true where a precision has kernels that load two tiles of keys at a time.
 template <class Precision>
 constexpr bool kHasDoubled = requires {
   ForwardOperands<Precision>::template Tile<Dims64, Logits::plain, TileRows::doubled>::kDoubles;
@@ -86,7 +86,7 @@ constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, T
 
 constexpr int64_t kMostDimOfFewRows = 128;
 
-// What is reserved of a multiprocessor's shared memory for each thread block, which can have all but that of one.
+// A multiprocessor reserves so much of its shared memory for each thread block. One block can have all the rest.
 constexpr int kReservedBytes = 1024;
 // Returns how many thread blocks of a kernel the shared memory of a multiprocessor holds.
 int blocks_in_shared_memory(const Card& gpu, const ForwardKernel& kernel) {
