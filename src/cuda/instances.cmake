@@ -28,6 +28,8 @@ endforeach()
 foreach(precision Bf16 F16)
   octet_instance(sm90/fwd ${precision}_beta kernel.h
     "Kernel forward_kernel<WithBeta<Precision${precision}>>(int64_t, int64_t)")
+  octet_instance(sm90/fwd ${precision}_few_keys kernel.h
+    "Kernel forward_kernel<WithFewKeys<Precision${precision}>>(int64_t, int64_t)")
 endforeach()
 foreach(precision Int8 Int8Fp8 Fp8 Fp8Prequantized Fp8Unscaled)
   octet_instance(sm90/fwd ${precision} kernel_8bit.h

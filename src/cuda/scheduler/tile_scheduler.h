@@ -1,7 +1,9 @@
 // Chooses the block of queries that a thread block works on next.
 //
 // Thread blocks are persistent and take numbers from a counter, so that short blocks of a causal mask balance long
-// ones. Within a head, numbers start at the last block of queries, which a causal mask makes the longest.
+// ones. Within a head, numbers start at the last block of queries, which a causal mask makes the longest. Where few
+// blocks are alike, or each thread block has one, no counter is needed: their numbers are those of the thread blocks in
+// turn.
 //
 // Where all blocks are alike, the last ones (tail tiles) may be shorter, so that all multiprocessors end together.
 #pragma once
@@ -30,13 +32,16 @@ struct TileScheduler {
   int full_blocks;         // per head; tail tiles come after the full ones of all heads; unused for packed sequences
   int tail_blocks, tail_rows;
   HeadGroups head_groups;
-  unsigned* counter;  // is 0 when the kernel starts
+  unsigned* counter;  // is 0 when the kernel starts; null: thread blocks take numbers in turn
 
   // Packed sequences, or null: the first token of each sequence, and the number of blocks in the sequences before it.
   const int *cu_seqlens_q, *cu_seqlens_k, *blocks_before;
   int sequences;
 
   __device__ TileInfo at(unsigned number) const { return cu_seqlens_q ? packed(number) : unpacked(number); }
+
+  // Returns the number that this thread block takes after `number`; the first is that of the thread block.
+  __device__ unsigned after(unsigned number) const { return gridDim.x + (counter ? atomicAdd(counter, 1u) : number); }
 
   // Returns the index of the first query of a tile's sequence in arrays [batch, head, token].
   __device__ int64_t row_of(const TileInfo& tile) const {

@@ -20,6 +20,12 @@ HeadGroups head_groups_by_keys(const Problem& p, int rows, int64_t element_bytes
   return head_groups_of(all, blocks, kv_heads * p.group(), processors);
 }
 
+// Returns the tiles of all heads; for packed sequences, whose lengths lie on the device, at least as many.
+int64_t tiles_of(const Problem& p, const Kernel& kernel, const TileScheduler& scheduler) {
+  if (p.packed()) return query_tiles(p, kernel.rows);
+  return static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch * p.heads;
+}
+
 }  // namespace
 
 TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
@@ -30,6 +36,16 @@ TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t eleme
   return scheduler;
 }
 
+void clear_counter(const Problem& p, const Kernel& kernel, TileScheduler& scheduler, cudaStream_t stream) {
+  constexpr int64_t kMostTurns = 4;
+  const int64_t tiles = tiles_of(p, kernel, scheduler), processors = card(p.device_index).multiprocessors;
+  const bool alike = !p.windowed && !p.packed();
+  if (tiles <= (alike ? kMostTurns : 1) * processors)
+    scheduler.counter = nullptr;
+  else
+    clear(scheduler.counter, stream);
+}
+
 void set_broadcast(const View& t, int (&broadcast)[2]) {
   broadcast[0] = t.stride[1] != 0;
   broadcast[1] = t.stride[0] != 0;
@@ -37,11 +53,9 @@ void set_broadcast(const View& t, int (&broadcast)[2]) {
 
 void launch(const Problem& p, const Kernel& kernel, const TileScheduler& scheduler, void* arguments, bool waits,
             cudaStream_t stream) {
-  const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch * p.heads;
-  const int64_t tiles = p.packed() ? query_tiles(p, kernel.rows) : unpacked;
   const int processors = card(p.device_index).multiprocessors;
   void* all[] = {arguments};
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles_of(p, kernel, scheduler), processors));
   launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all, waits);
 }
 

@@ -13,6 +13,10 @@ namespace octet::cuda::sm90 {
 TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                            int* blocks_before, cudaStream_t stream);
 
+// Sets the counter of a scheduler to 0, or takes it away where thread blocks have few tiles that are alike, or one: a
+// launch that clears it would take longer than a counter spares.
+void clear_counter(const Problem& p, const Kernel& kernel, TileScheduler& scheduler, cudaStream_t stream);
+
 // Sets {head, batch} to 0 where all heads, or all batch elements, of a tensor share the same memory, else to 1.
 void set_broadcast(const View& t, int (&broadcast)[2]);
 

@@ -18,14 +18,15 @@ struct Row {
   bool beta, k_as_it_came;
   Extra extra;
   Kernel (*kernel)(int64_t dim, int64_t dim_v);
+  Kernel (*with_few_keys)(int64_t dim, int64_t dim_v) = nullptr;
 };
 constexpr Row kRows[] = {
-    {kF16, false, false, Extra::none, forward_kernel<PrecisionF16>},
+    {kF16, false, false, Extra::none, forward_kernel<PrecisionF16>, forward_kernel<WithFewKeys<PrecisionF16>>},
     {kF16, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionF16>>},
     {kF16, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionF16>>},
     {kF16, false, false, Extra::mask, forward_kernel<WithMask<PrecisionF16>>},
     {kF16, true, false, Extra::none, forward_kernel<WithBeta<PrecisionF16>>},
-    {kBf16, false, false, Extra::none, forward_kernel<PrecisionBf16>},
+    {kBf16, false, false, Extra::none, forward_kernel<PrecisionBf16>, forward_kernel<WithFewKeys<PrecisionBf16>>},
     {kBf16, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionBf16>>},
     {kBf16, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionBf16>>},
     {kBf16, false, false, Extra::mask, forward_kernel<WithMask<PrecisionBf16>>},
@@ -47,6 +48,12 @@ bool as_it_came(const ForwardFormats& formats, const View& x) {
   return formats.qk == OCTET_E4M3 && (formats.k_scale == Group::cast || x.dtype == OCTET_E4M3);
 }
 
+Kernel kernel_for(const Row& row, const Problem& p) {
+  if (row.with_few_keys && p.tokens_k <= kFewKeys && !p.packed())
+    if (const Kernel kernel = row.with_few_keys(p.dim, p.dim_v); kernel.function) return kernel;
+  return row.kernel(p.dim, p.dim_v);
+}
+
 bool p_8bit(const ForwardFormats& formats) { return bytes_of(formats.p) == 1; }
 
 }  // namespace
@@ -59,7 +66,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
            x.extra == extra_of(p);
   });
   const QuantizedFormat qk = formats.qk == OCTET_I8 ? QuantizedFormat::s8 : QuantizedFormat::e4m3;
-  return {.kernel = row->kernel(p.dim, p.dim_v),
+  return {.kernel = kernel_for(*row, p),
           .numerics = numerics,
           .p_8bit = p_8bit(formats),
           .quantizes_qk = formats == kInt8F16,

@@ -17,13 +17,24 @@
 
 namespace octet::cuda::sm90 {
 
+// A precision whose kernels have one tile of keys, as large as the 77 tokens of a text that images attend to.
+template <class Precision>
+struct WithFewKeys : Precision {};
+template <class Precision>
+constexpr bool kHasFewKeys = false;
+template <class Precision>
+constexpr bool kHasFewKeys<WithFewKeys<Precision>> = true;
+constexpr int kFewKeys = 80;
+
 // The head dims that the kernels of a precision are built for.
 template <class Precision>
 using ForwardDims = std::conditional_t<
     kHasAlibi<Precision> || kHasDropout<Precision> || kHasMask<Precision>, ExtraDims,
-    std::conditional_t<kIntegerLogits<Precision> || kHasBeta<Precision>,
-                       DimsList<Dims64, Dims128, Dims192x128, Dims256>,
-                       DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>>;
+    std::conditional_t<
+        kHasFewKeys<Precision>, DimsList<Dims64, Dims80, Dims128>,
+        std::conditional_t<kIntegerLogits<Precision> || kHasBeta<Precision>,
+                           DimsList<Dims64, Dims128, Dims192x128, Dims256>,
+                           DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>>>;
 using Forward8BitDims = DimsList<Dims64, Dims128>;
 
 // Registers are per thread.
@@ -81,6 +92,18 @@ struct ForwardTile<Precision, Dims256> : TwoWarpgroups {
   static constexpr int kKeys = 80, kStages = 2, kQStages = 1;
   static constexpr bool kPingPong = true;
 };
+
+template <class Precision>
+struct FewKeysTile : ThreeWarpgroups {
+  static constexpr int kKeys = kFewKeys, kStages = 2, kQStages = 2;
+  static constexpr bool kPingPong = false;
+};
+template <class Precision>
+struct ForwardTile<WithFewKeys<Precision>, Dims64> : FewKeysTile<Precision> {};
+template <class Precision>
+struct ForwardTile<WithFewKeys<Precision>, Dims80> : FewKeysTile<Precision> {};
+template <class Precision>
+struct ForwardTile<WithFewKeys<Precision>, Dims128> : FewKeysTile<Precision> {};
 
 // Quantized q and k take half the bytes, and each logit takes more instructions.
 template <>

@@ -59,7 +59,7 @@ struct Forward {
                                          SharedTile<typename Precision::QkType, Rows, Dims::kDim>>;
 
   // True: a warpgroup skips the tiles along the diagonal that none of its queries sees.
-  static constexpr bool kSkips = kRows - kWarpgroupRows >= kKeys;
+  static constexpr bool kSkips = !kHasFewKeys<Precision> && kRows - kWarpgroupRows >= kKeys;
 
   // True: where a warpgroup sees only the first half of its first tile, it computes only that half. Where both cases
   // occur in every tile of queries, as at d = 128, the second copy of the instructions costs what this saves.

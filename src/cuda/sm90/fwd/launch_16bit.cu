@@ -61,8 +61,8 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     // The kernel converts v itself, unless it has few queries to do so beside.
     const bool in_slices = f16_v && !p.dropout && !p.mask.present() && v_scaled.in_slices(seen) &&
                            p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
-    if (!qk && !in_slices) clear(counter, stream);
     a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
+    if (!qk && !in_slices) clear_counter(p, kernel, a.scheduler, stream);
     q.preprocess(stream), k.preprocess(stream);
     if (in_slices)
       a.v_slices = v_scaled.find_v_stats(seen, counter, stream);

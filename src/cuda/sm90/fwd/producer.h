@@ -9,7 +9,8 @@ template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::produce() {
   PipelineState<Tile::kQStages> q_state;
   PipelineState<Tile::kStages> k_state, v_state;
-  TileInfo next = a.scheduler.at(blockIdx.x);
+  unsigned number = blockIdx.x;
+  TileInfo next = a.scheduler.at(number);
   while (true) {
     shared.q_pipe.empty[q_state.stage].wait(q_state.phase ^ 1);
     Block& block = shared.block[q_state.stage];
@@ -64,7 +65,8 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       fetch_mask(block, tile, k_state.stage ^ 1);
     }
     // Take the next tile of queries before the wait for a stage for the last v.
-    next = a.scheduler.at(gridDim.x + atomicAdd(a.scheduler.counter, 1u));
+    number = a.scheduler.after(number);
+    next = a.scheduler.at(number);
     if (tiles.any()) fetch_v(tiles.first);
   }
 }

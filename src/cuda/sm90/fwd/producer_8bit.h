@@ -76,7 +76,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
     if (tiles.any())
       for (int tile = tiles.last - 1; tile >= tiles.first - 1; --tile)
         fetch(tile >= tiles.first, tile < tiles.last - 1, tile);
-    number = gridDim.x + atomicAdd(a.scheduler.counter, 1u);
+    number = a.scheduler.after(number);
   }
 }
 

@@ -55,7 +55,6 @@ Plan jvp(const Problem& p, void* workspace) {
     if (!p.o.elements()) return;
     for (const Input* x : {&q, &k, &v}) x->preprocess(stream);
     for (const Tangent* x : {&tq, &tk, &tv}) x->preprocess(stream);
-    clear(counter, stream);
     const Kernel& kernel = choice.kernel;
     JvpParams a{.q = input(q, kernel.rows),
                 .k = input(k, kernel.keys),
@@ -77,6 +76,7 @@ Plan jvp(const Problem& p, void* workspace) {
                 .tlse = output(p.tlse),
                 .sinks = sinks(p.sinks),
                 .tsinks = sinks(p.tsinks)};
+    clear_counter(p, kernel, a.scheduler, stream);
     launch(p, kernel, a.scheduler, &a, false, stream);
     o.deliver(stream), to.deliver(stream);
   };

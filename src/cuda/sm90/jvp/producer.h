@@ -9,7 +9,8 @@ template <class T, class Dims>
 __device__ void Jvp<T, Dims>::produce() {
   PipelineState<1> q_state;
   PipelineState<Tile::kStages> k_state, v_state;
-  TileInfo next = a.scheduler.at(blockIdx.x);
+  unsigned number = blockIdx.x;
+  TileInfo next = a.scheduler.at(number);
   while (true) {
     shared.q_pipe.empty[0].wait(q_state.phase ^ 1);
     Block& block = shared.block[q_state.phase];
@@ -54,7 +55,8 @@ __device__ void Jvp<T, Dims>::produce() {
     ready.arrive();
     for (int tile = tiles.last - 2; tile >= tiles.first; --tile) fetch_v(tile + 1), fetch_k(tile);
     // Take the next tile of queries before the wait for a stage for the last v.
-    next = a.scheduler.at(gridDim.x + atomicAdd(a.scheduler.counter, 1u));
+    number = a.scheduler.after(number);
+    next = a.scheduler.at(number);
     if (tiles.any()) fetch_v(tiles.first);
   }
 }
