@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads) v_stats_kernel(const Strided from, c
                                                            float* limits, float* by, unsigned* counter) {
   __shared__ HeadStats head_stats;
   ptx::griddepcontrol_launch_dependents();
-  find_mean<Bf16>(from, Element::bf16, v.v_mean, seen, TokenFlags{}, head_stats);
+  find_mean<Bf16>(from, Element::bf16, v.v_mean, seen, v.seen, head_stats);
   for (unsigned c = threadIdx.x; c < static_cast<unsigned>(v.v_mean.columns); c += kThreads)
     v.v_mean.data[static_cast<int64_t>(blockIdx.x) * v.v_mean.columns + c] = head_stats.v_mean[c];
   if (threadIdx.x >= 32) return;
@@ -351,8 +351,8 @@ bool converts_in_slices(const Strided& from, Element through, const SeenKeys& se
          from.stride[2] <= INT_MAX && from.shape[0] * from.shape[1] > 0 && from.shape[2] > 0;
 }
 
-VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean, const SeenKeys& seen, float* scratch,
-                     float* scale, unsigned* counter, cudaStream_t stream) {
+VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean, const SeenKeys& seen,
+                     const TokenFlags& flags, float* scratch, float* scale, unsigned* counter, cudaStream_t stream) {
   constexpr unsigned kWordsOfThread = 16;  // in a slice
   const auto heads = static_cast<unsigned>(from.shape[0] * from.shape[1]);
   float *const limits = scratch, *const by = scratch + heads;
@@ -365,6 +365,7 @@ VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean
             .tokens = static_cast<unsigned>(from.shape[2]),
             .dim = static_cast<unsigned>(from.shape[3]),
             .to = static_cast<F16*>(to.data),
+            .seen = flags,
             .v_mean = v_mean,
             .limits = limits,
             .by = by,

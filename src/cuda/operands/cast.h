@@ -26,10 +26,10 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
 std::size_t convert_scratch(const Strided& from);
 
 // The same by a kernel that converts v itself, in slices (v_slices.h). It can where these are bf16 numbers in whole
-// words, all of which some query sees.
+// words, all of which some query sees by their place.
 bool converts_in_slices(const Strided& from, Element through, const SeenKeys& seen);
 // Finds what that kernel must know, and clears its `counter`. The kernel may be launched with launch_pdl.
-VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean, const SeenKeys& seen, float* scratch,
-                     float* scale, unsigned* counter, cudaStream_t stream);
+VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean, const SeenKeys& seen,
+                     const TokenFlags& flags, float* scratch, float* scale, unsigned* counter, cudaStream_t stream);
 
 }  // namespace octet::cuda

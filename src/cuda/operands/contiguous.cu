@@ -99,8 +99,9 @@ bool ScaledInput::in_slices(const SeenKeys& seen) const {
   return converts_in_slices(strided(from_), element(through_), seen);
 }
 
-VSlices ScaledInput::find_v_stats(const SeenKeys& seen, unsigned* counter, cudaStream_t stream) const {
-  return cuda::find_v_stats(strided(from_), strided(view_), mean_, seen, scratch_, scale_, counter, stream);
+VSlices ScaledInput::find_v_stats(const SeenKeys& seen, const TokenFlags& flags, unsigned* counter,
+                                  cudaStream_t stream) const {
+  return cuda::find_v_stats(strided(from_), strided(view_), mean_, seen, flags, scratch_, scale_, counter, stream);
 }
 
 Result::Result(const View& to, octet_dtype type, WorkspaceAllocator& workspace) : to_(to), view_(to) {

@@ -47,7 +47,7 @@ class ScaledInput {
   void preprocess(const SeenKeys& seen, cudaStream_t stream, const TokenFlags& flags = {}) const;
   // The same by the kernel itself, where it can; this clears its counter.
   bool in_slices(const SeenKeys& seen) const;
-  VSlices find_v_stats(const SeenKeys& seen, unsigned* counter, cudaStream_t stream) const;
+  VSlices find_v_stats(const SeenKeys& seen, const TokenFlags& flags, unsigned* counter, cudaStream_t stream) const;
   const View& view() const { return view_; }
   const float* scale() const { return scale_; }       // [batch, head], the factor that products must be multiplied by
   const float* v_mean() const { return mean_.data; }  // [batch, head, mean_columns]

@@ -7,6 +7,7 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/mask_rows.h"
 #include "cuda/operands/masks.h"
+#include "cuda/operands/seen_keys.h"
 
 namespace octet::cuda {
 namespace {
@@ -24,21 +25,21 @@ DistinctRows distinct_rows(const Problem& p) {
           p.mask.stride[2] || p.windowed ? static_cast<int>(p.tokens_q) : 1};
 }
 
-// One warp finds the bias of a row.
+// One warp finds the bias of a row, and whether its query, or all of those that share it, see a key.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    row_bias_kernel(const __grid_constant__ MaskRows t, const DistinctRows rows, const Mask mask, int n, int m) {
+__device__ void summarize_rows(unsigned block, unsigned blocks, const MaskRows& t, const DistinctRows& rows,
+                               const Mask& mask, int n, int m, const TokenFlags& seen_queries) {
   constexpr int kNumbers = kMaskChunkBytes / sizeof(T);
   const int lane = threadIdx.x % 32;
-  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows.count();
-       row += int64_t{gridDim.x} * kWarps) {
+  for (int64_t row = int64_t{block} * kWarps + threadIdx.x / 32; row < rows.count(); row += int64_t{blocks} * kWarps) {
     const int query = static_cast<int>(row % rows.queries), head = static_cast<int>(row / rows.queries % rows.heads);
     const int batch = static_cast<int>(row / rows.queries / rows.heads);
     const Interval keys = mask.keys_of(query, n, m);
     const T* const from = static_cast<const T*>(t.mask.data) + t.mask.row(batch, head, query);
     float most = -INFINITY;
+    bool sees = false;
     const auto add = [&](int key, float number) {
-      if (keys.first <= key && key < keys.last) most = fmaxf(most, number);
+      if (keys.first <= key && key < keys.last) most = fmaxf(most, number), sees |= number != -INFINITY;
     };
     if (t.mask.chunks) {
       const int first = keys.first / kNumbers * kNumbers, whole = keys.last / kNumbers * kNumbers;
@@ -55,8 +56,25 @@ __global__ void __launch_bounds__(kThreads)
         add(key, MaskNumbers<T>::one(from, key * t.mask.stride[3]));
     }
     for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-    if (lane == 0) t.biases[row] = isfinite(most) ? most : 0.f;
+    if (t.biases && lane == 0) t.biases[row] = isfinite(most) ? most : 0.f;
+    if (!seen_queries.data) continue;
+    const bool any_sees = __any_sync(~0u, sees);
+    const int first = rows.queries > 1 ? query : 0, last = rows.queries > 1 ? query + 1 : n;
+    for (int i = first + lane; i < last; i += 32) seen_queries.of(batch, head)[i] = any_sees;
   }
+}
+
+// The first `key_blocks` thread blocks list keys, the others summarize rows.
+template <class T>
+__global__ void __launch_bounds__(kListThreads)
+    mask_summary_kernel(const __grid_constant__ MaskRows t, const DistinctRows distinct, const Mask mask, int n, int m,
+                        const TokenFlags seen_queries, unsigned key_blocks, const Rows rows,
+                        const TokenFlags seen_keys) {
+  static_assert(kListThreads == kThreads);
+  if (blockIdx.x < key_blocks)
+    list_keys_of_block<T>(blockIdx.x, t.mask, mask, n, m, rows, seen_keys, nullptr);
+  else
+    summarize_rows<T>(blockIdx.x - key_blocks, gridDim.x - key_blocks, t, distinct, mask, n, m, seen_queries);
 }
 
 // Writes the mask in bf16 or f16. Rows of the copy beyond those of the mask repeat them.
@@ -98,24 +116,48 @@ bool read_in_place(const Problem& p, octet_dtype type) {
 
 }  // namespace
 
-MaskRows mask_rows(const Problem& p, WorkspaceAllocator& workspace) {
-  MaskRows rows{.mask = mask_tensor(p)};
-  if (!rows.mask.bytes || p.mask.dtype == OCTET_BOOL) return rows;
+MaskSummary::MaskSummary(const Problem& p, Seen seen, WorkspaceAllocator& workspace)
+    : p_(p), rows_{.mask = mask_tensor(p)} {
+  if (!rows_.mask.bytes) return;
+  const auto flags = [&](int64_t heads, int64_t tokens) {
+    TokenFlags f{nullptr, p.mask.stride[0] ? static_cast<int>(p.batch) : 1,
+                 p.mask.stride[1] ? static_cast<int>(heads) : 1, tokens};
+    f.data = workspace.take<unsigned char>(static_cast<std::size_t>(f.batches * f.heads * tokens));
+    return f;
+  };
+  if (seen != Seen::none) seen_keys_ = flags(p.kv_heads, p.tokens_k);
+  if (seen == Seen::keys_and_queries) seen_queries_ = flags(p.heads, p.tokens_q);
+  if (p.mask.dtype == OCTET_BOOL) return;
   const DistinctRows distinct = distinct_rows(p);
-  rows.biases = workspace.take<float>(static_cast<std::size_t>(distinct.count()));
-  rows.stride[2] = distinct.queries > 1 ? 1 : 0;
-  rows.stride[1] = distinct.heads > 1 ? distinct.queries : 0;
-  rows.stride[0] = distinct.batches > 1 ? int64_t{distinct.heads} * distinct.queries : 0;
-  return rows;
+  rows_.biases = workspace.take<float>(static_cast<std::size_t>(distinct.count()));
+  rows_.stride[2] = distinct.queries > 1 ? 1 : 0;
+  rows_.stride[1] = distinct.heads > 1 ? distinct.queries : 0;
+  rows_.stride[0] = distinct.batches > 1 ? int64_t{distinct.heads} * distinct.queries : 0;
 }
 
-void find_row_biases(const Problem& p, const MaskRows& rows, cudaStream_t stream) {
-  if (!rows.mask.bytes || p.mask.dtype == OCTET_BOOL) return;
-  const DistinctRows distinct = distinct_rows(p);
-  const auto kernel = rows.mask.element == MaskElement::f16 ? row_bias_kernel<F16> : row_bias_kernel<Bf16>;
-  kernel<<<blocks_for(distinct.count(), kWarps), kThreads, 0, stream>>>(
-      rows, distinct, mask_of(p), static_cast<int>(p.tokens_q), static_cast<int>(p.tokens_k));
-  check(cudaGetLastError(), "row_bias_kernel");
+void MaskSummary::preprocess(cudaStream_t stream) const {
+  if (!rows_.biases && !seen_keys_.data) return;
+  const auto queries = static_cast<int>(p_.tokens_q), keys = static_cast<int>(p_.tokens_k);
+  const DistinctRows distinct = distinct_rows(p_);
+  // Queries that the mask does not tell apart count once.
+  const Rows rows{distinct.queries, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1};
+  const unsigned key_blocks = seen_keys_.data ? key_list_blocks(seen_keys_, keys) : 0;
+  const unsigned row_blocks = rows_.biases || seen_queries_.data ? blocks_for(distinct.count(), kWarps) : 0;
+  const auto launch = [&](const auto& kernel) {
+    kernel<<<key_blocks + row_blocks, kThreads, 0, stream>>>(rows_, distinct, mask_of(p_), queries, keys, seen_queries_,
+                                                             key_blocks, rows, seen_keys_);
+  };
+  switch (rows_.mask.element) {
+    case MaskElement::boolean:
+      launch(mask_summary_kernel<bool>);
+      break;
+    case MaskElement::f16:
+      launch(mask_summary_kernel<F16>);
+      break;
+    default:
+      launch(mask_summary_kernel<Bf16>);
+  }
+  check(cudaGetLastError(), "mask_summary_kernel");
 }
 
 MaskTiles::MaskTiles(const Problem& p, octet_dtype type, int rows, WorkspaceAllocator& workspace)

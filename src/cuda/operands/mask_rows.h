@@ -1,4 +1,5 @@
-// A mask tensor with the row bias of each of its rows, and in 16 bits as TMA reads it.
+// A mask tensor as Hopper's kernels read it: with the row bias of each of its rows, the tokens that it leaves to
+// others, and in 16 bits for TMA.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,6 +8,7 @@
 
 #include "cuda/host/workspace.h"
 #include "cuda/operands/mask_tensor.h"
+#include "cuda/operands/token_flags.h"
 
 namespace octet::cuda {
 
@@ -26,10 +28,24 @@ struct MaskRows {
   }
 };
 
-// Allocates the row biases of a problem's mask, which is none or no f32.
-MaskRows mask_rows(const Problem& p, WorkspaceAllocator& workspace);
-// Finds them.
-void find_row_biases(const Problem& p, const MaskRows& rows, cudaStream_t stream);
+// What one launch finds of a mask tensor that is not f32: the row biases, the keys that some query sees, and the
+// queries that see some key. Tokens that a mask hides from all others may hold anything, and do not count in
+// statistics.
+class MaskSummary {
+ public:
+  enum class Seen { none, keys, keys_and_queries };
+  MaskSummary(const Problem& p, Seen seen, WorkspaceAllocator& workspace);
+  void preprocess(cudaStream_t stream) const;
+  const MaskRows& rows() const { return rows_; }
+  // Of the heads of k and of q; without data where they are not wanted, or there is no mask tensor.
+  const TokenFlags& seen_keys() const { return seen_keys_; }
+  const TokenFlags& seen_queries() const { return seen_queries_; }
+
+ private:
+  const Problem& p_;
+  MaskRows rows_;
+  TokenFlags seen_keys_{}, seen_queries_{};
+};
 
 // A mask tensor as TMA reads it, in bf16 or f16: that of the problem, or a copy. A mask that is the same for all
 // queries has as many rows as a box, `rows`.

@@ -3,54 +3,20 @@
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/operands/seen.h"
+#include "cuda/operands/seen_keys.h"
 #include "cuda/operands/vec8.h"
-#include "cuda/ptx/max.h"
 
 namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// The rows of a mask that differ: of queries, and of the heads that share a head of k and v.
-struct Rows {
-  int queries, heads;
-};
-
-// Lists which of 32 keys of one (batch, head) some query sees: a lane has a key, a warp every kWarps-th query. Queries
-// come from the last on, which under causal masks sees most; the block ends as soon as all of its keys are seen. Where
-// `counts` is not null, it is added to counts[batch, head] how many are.
-constexpr int kListedKeys = 32;
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kListThreads)
     list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const Rows rows,
                      const TokenFlags seen, int* counts) {
-  constexpr int kAtOnce = 8;  // queries of a warp
-  __shared__ unsigned found;  // a bit for each key
-  if (threadIdx.x == 0) found = 0;
-  __syncthreads();
-  const unsigned blocks = (m + kListedKeys - 1) / kListedKeys, of = blockIdx.x / blocks;
-  const int key = static_cast<int>(blockIdx.x % blocks * kListedKeys + threadIdx.x % 32);
-  const int batch = static_cast<int>(of) / seen.heads, head = static_cast<int>(of) % seen.heads;
-  for (int last = rows.queries - 1; last >= 0; last -= kAtOnce * kWarps) {
-    float most = key >= m ? 0.f : -INFINITY;
-    with_mask_type(t.element, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int row = max(last - i * kWarps - static_cast<int>(threadIdx.x) / 32, 0);
-        const Interval range = mask.keys_of(row, n, m);
-        for (int h = 0; h < rows.heads; ++h) {
-          const int64_t at = t.row(batch, head * rows.heads + h, row) + min(key, m - 1) * t.stride[3];
-          const float number = MaskNumbers<T>::one(t.data, at);
-          most = ptx::max_or_nan(most, key >= range.first && key < range.last ? number : -INFINITY);
-        }
-      }
-    });
-    const unsigned seen_by_warp = __ballot_sync(~0u, most != -INFINITY);
-    if (threadIdx.x % 32 == 0) atomicOr(&found, seen_by_warp);
-    if (__syncthreads_or(found != ~0u) == 0) break;
-  }
-  if (threadIdx.x < kListedKeys && key < m) seen.of(batch, head)[key] = found >> threadIdx.x & 1;
-  if (counts && threadIdx.x == 0) atomicAdd(&counts[of], __popc(found & ~0u >> max(key + kListedKeys - m, 0)));
+  with_mask_type(t.element, [&](auto* type) {
+    list_keys_of_block<std::remove_pointer_t<decltype(type)>>(blockIdx.x, t, mask, n, m, rows, seen, counts);
+  });
 }
 
 // Lists the queries that see a key; one warp has a row of the mask tensor.
@@ -93,8 +59,8 @@ void list_keys(const Problem& p, const TokenFlags& seen, int group, int* counts,
   const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
   // Queries that the mask does not tell apart count once.
   const Rows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
-  const auto grid = static_cast<unsigned>((keys + kListedKeys - 1) / kListedKeys * seen.batches * seen.heads);
-  list_keys_kernel<<<grid, kThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys, rows, seen, counts);
+  list_keys_kernel<<<key_list_blocks(seen, keys), kListThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys,
+                                                                             rows, seen, counts);
   check(cudaGetLastError(), "list_keys_kernel");
 }
 
@@ -139,23 +105,6 @@ void SeenKeySide::preprocess(cudaStream_t stream) const {
   if (v_.data != p_.v.data) copy_seen(p_.v, strided(v_), seen, 1, stream);
   if (p_.tv.present()) copy_seen(p_.tv, strided(tv_), seen, 1, stream);
   if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
-}
-
-SeenTokenFlags::SeenTokenFlags(const Problem& p, Of of, WorkspaceAllocator& workspace) : p_(p) {
-  if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return;
-  const auto flags = [&](int64_t heads, int64_t tokens) {
-    TokenFlags f{nullptr, p.mask.stride[0] ? static_cast<int>(p.batch) : 1,
-                 p.mask.stride[1] ? static_cast<int>(heads) : 1, tokens};
-    f.data = workspace.take<unsigned char>(static_cast<std::size_t>(f.batches * f.heads * tokens));
-    return f;
-  };
-  keys_ = flags(p.kv_heads, p.tokens_k);
-  if (of == Of::keys_and_queries) queries_ = flags(p.heads, p.tokens_q);
-}
-
-void SeenTokenFlags::preprocess(cudaStream_t stream) const {
-  if (keys_.data) list_keys(p_, keys_, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, nullptr, stream);
-  if (queries_.data) list_queries(p_, queries_, stream);
 }
 
 SeenQueries::SeenQueries(const Problem& p, WorkspaceAllocator& workspace) : p_(p) {

@@ -35,21 +35,6 @@ class SeenKeySide {
   int batches_, heads_;
 };
 
-// The tokens that a mask tensor leaves to others: the keys that some query sees and, where they are wanted, the queries
-// that see some key.
-class SeenTokenFlags {
- public:
-  enum class Of { keys, keys_and_queries };
-  SeenTokenFlags(const Problem& p, Of of, WorkspaceAllocator& workspace);
-  void preprocess(cudaStream_t stream) const;
-  const TokenFlags& keys() const { return keys_; }  // of heads of k; null data: there is no mask tensor
-  const TokenFlags& queries() const { return queries_; }
-
- private:
-  const Problem& p_;
-  TokenFlags keys_{}, queries_{};
-};
-
 // The queries that a mask tensor leaves some key.
 class SeenQueries {
  public:

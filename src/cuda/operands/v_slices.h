@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/fragment/strided.h"
+#include "cuda/operands/token_flags.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda {
@@ -29,7 +30,8 @@ struct VSlices {
   const Bf16* from;
   int64_t batch_stride, head_stride;
   unsigned token_stride, kv_heads, tokens, dim;
-  F16* to;  // [batch, head, token, dim]: (from - v_mean) / scale
+  F16* to;          // [batch, head, token, dim]: (from - v_mean) / scale; tokens that are not seen count as 0
+  TokenFlags seen;  // by a mask tensor; without data all are
   // From a sample of each head (mean_limit.h); `by` is 1 / scale.
   VMean v_mean;
   const float *limits, *by;  // [batch, head]

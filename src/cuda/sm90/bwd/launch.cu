@@ -42,10 +42,9 @@ Plan backward(const Problem& p, void* workspace) {
   const Strided saved_lse = params.lse;
   const AlibiSlopes slopes = alibi_slopes(p);
   LseParams rows{.q = params.q, .k = params.k, .lse = params.lse, .round = params.round_q};
-  const MaskRows mask = mask_rows(p, allocator);
+  const MaskSummary mask(p, MaskSummary::Seen::keys_and_queries, allocator);
   const MaskTiles mask_tiles(p, p.mask.dtype == OCTET_F16 ? OCTET_F16 : OCTET_BF16, kMaskQueries, allocator);
-  const SeenTokenFlags seen(p, SeenTokenFlags::Of::keys_and_queries, allocator);
-  params.seen_keys = seen.keys(), params.seen_queries = seen.queries(), params.mask_rows = mask;
+  params.seen_keys = mask.seen_keys(), params.seen_queries = mask.seen_queries(), params.mask_rows = mask.rows();
   if (has_row_bias(p)) {
     rows.sinks = params.sinks, rows.mask = params.mask, rows.group = params.group;
     rows.q_blocks = params.q_blocks, rows.k_blocks = params.k_blocks;
@@ -86,11 +85,11 @@ Plan backward(const Problem& p, void* workspace) {
     a.slopes = slopes, a.dropout = dropout_of(p);
     if (slopes.data) subtract_row_biases(rows, slopes, p.scale, stream);
     if (p.mask.present()) {
-      find_row_biases(p, mask, stream), mask_tiles.preprocess(stream), seen.preprocess(stream);
-      if (has_row_bias(p)) subtract_row_biases(rows, mask, p.scale, stream);
-      if (mask.mask.bytes) a.mask_tiles = tensor_map(mask_tiles.view(), kMaskQueries);
+      mask.preprocess(stream), mask_tiles.preprocess(stream);
+      if (has_row_bias(p)) subtract_row_biases(rows, mask.rows(), p.scale, stream);
+      if (mask.rows().mask.bytes) a.mask_tiles = tensor_map(mask_tiles.view(), kMaskQueries);
       mask_tiles.set_broadcast(a.mask_broadcast);
-      a.seen_keys = seen.keys();
+      a.seen_keys = mask.seen_keys();
     }
     choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, choice.sums, stream);
     if (all && k_blocks) {
@@ -113,7 +112,7 @@ Plan backward(const Problem& p, void* workspace) {
       if (p.dropout)
         recompute_masked(params, a, a.dropout, strided(p.dq), stream);
       else if (p.mask.present())
-        recompute_masked(params, a, mask, strided(p.dq), stream);
+        recompute_masked(params, a, mask.rows(), strided(p.dq), stream);
       else
         slopes.data ? recompute_masked(params, a, slopes, strided(p.dq), stream)
                     : recompute_masked(params, a, strided(p.dq), stream);

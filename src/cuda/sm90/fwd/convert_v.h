@@ -11,7 +11,8 @@
 
 namespace octet::cuda::sm90 {
 
-// The conversion by one warp.
+// The conversion by one warp. `masked`: a mask tensor may hide tokens.
+template <bool masked>
 struct VConverter {
   const VSlices& a;
 
@@ -71,6 +72,7 @@ struct VConverter {
     const Bf16* from;
     F16* to;
     const float* mean;
+    const unsigned char* seen;
     __device__ Column(const VSlices& a, unsigned head) : a(a) {
       const unsigned thread = lane(), words = a.dim / channels, channel = thread % words * channels;
       row = thread / words, rows = 32 / words;
@@ -78,6 +80,11 @@ struct VConverter {
       from = a.from + head / a.kv_heads * a.batch_stride + head % a.kv_heads * a.head_stride + channel;
       to = a.to + static_cast<int64_t>(head) * a.tokens * a.dim + channel;
       mean = a.v_mean.data + head * a.v_mean.columns + channel;
+      if constexpr (masked) seen = a.seen.of(static_cast<int>(head / a.kv_heads), static_cast<int>(head % a.kv_heads));
+    }
+    __device__ Word load(const Bf16* from, unsigned token) const {
+      if (masked && !seen[token]) return {};
+      return *reinterpret_cast<const Word*>(from);
     }
 
     // Rounds `by` times tokens [first, last); returns false if a number is beyond f16.
@@ -95,7 +102,7 @@ struct VConverter {
         Word words[at_once];
 #pragma unroll
         for (int i = 0; i < at_once; ++i, load_from += step)
-          if (token + i * rows < last) words[i] = *reinterpret_cast<const Word*>(load_from);
+          if (token + i * rows < last) words[i] = load(load_from, token + i * rows);
 #pragma unroll
         for (int i = 0; i < at_once; ++i, store_to += rows * a.dim) {
           if (token + i * rows >= last) break;
@@ -119,7 +126,7 @@ struct VConverter {
       float most = 0.f;
 #pragma unroll 1
       for (unsigned token = row; token < a.tokens; token += rows) {
-        const Word word = *reinterpret_cast<const Word*>(from + static_cast<int64_t>(token) * a.token_stride);
+        const Word word = load(from + static_cast<int64_t>(token) * a.token_stride, token);
         Vec8 x{};
         for (int pair = 0; pair < channels / 2; ++pair) {
           const float2 two = ptx::unpack<Bf16>((&word.x)[pair]);

@@ -31,14 +31,12 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
   unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
   // Keys that a mask tensor hides from all queries may hold anything: they are zeros in a v that is converted anyway,
   // or else in a copy.
-  std::optional<SeenTokenFlags> seen_flags;
   std::optional<SeenKeySide> seen_v;
-  if (p.mask.present() && scales_v) seen_flags.emplace(p, SeenTokenFlags::Of::keys, allocator);
   if (p.mask.present() && !scales_v) seen_v.emplace(p, ReadsK::as_it_is, allocator);
   const Input v(scales_v ? View{} : seen_v ? seen_v->v() : p.v, type, allocator);
   const ScaledInput v_scaled(scales_v ? p.v : View{}, f16_v ? type : p.v.dtype, f16_v && !p.dropout ? kernel.dim_v : 0,
                              allocator);
-  const MaskRows mask = mask_rows(p, allocator);
+  const MaskSummary mask(p, scales_v ? MaskSummary::Seen::keys : MaskSummary::Seen::none, allocator);
   const MaskTiles mask_tiles(p, type, kWarpgroupRows, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const auto name = [&p, choice] {
@@ -55,20 +53,18 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     const Kernel& kernel = choice.kernel;
     ForwardParams a{};
     const SeenKeys seen = seen_keys(p);
-    if (p.mask.present()) find_row_biases(p, mask, stream), mask_tiles.preprocess(stream);
-    if (seen_flags) seen_flags->preprocess(stream);
+    if (p.mask.present()) mask.preprocess(stream), mask_tiles.preprocess(stream);
     if (seen_v) seen_v->preprocess(stream);
     // The kernel converts v itself, unless it has few queries to do so beside.
-    const bool in_slices = f16_v && !p.dropout && !p.mask.present() && v_scaled.in_slices(seen) &&
-                           p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
+    const bool in_slices =
+        f16_v && !p.dropout && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
     a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
     if (!qk && !in_slices) clear_counter(p, kernel, a.scheduler, stream);
     q.preprocess(stream), k.preprocess(stream);
     if (in_slices)
-      a.v_slices = v_scaled.find_v_stats(seen, counter, stream);
+      a.v_slices = v_scaled.find_v_stats(seen, mask.seen_keys(), counter, stream);
     else
-      scales_v ? v_scaled.preprocess(seen, stream, seen_flags ? seen_flags->keys() : TokenFlags{})
-               : v.preprocess(stream);
+      scales_v ? v_scaled.preprocess(seen, stream, mask.seen_keys()) : v.preprocess(stream);
     // This is the last launch before the kernel, which starts while it drains (PDL).
     if (qk) qk->quantize(stream);
     const View& values = scales_v ? v_scaled.view() : v.view();
@@ -92,8 +88,8 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     a.v_mean = v_scaled.v_mean();
     a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
     a.sinks = sinks(p.sinks), a.slopes = alibi_slopes(p), a.dropout = dropout_of(p);
-    if (mask.mask.bytes) {
-      a.mask_rows = mask, a.mask_tiles = tensor_map(mask_tiles.view(), kWarpgroupRows);
+    if (mask.rows().mask.bytes) {
+      a.mask_rows = mask.rows(), a.mask_tiles = tensor_map(mask_tiles.view(), kWarpgroupRows);
       mask_tiles.set_broadcast(a.mask_broadcast);
     }
     a.q_rows = output(queries), a.k_rows = output(keys), a.v_rows = output(values);

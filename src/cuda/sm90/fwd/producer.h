@@ -59,7 +59,7 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       block.warpgroup_tiles[i] = seen_tiles(a.mask, q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows, kKeys);
     ready.arrive();
     if (tiles.any()) fetch_mask(block, tiles.last - 1, k_state.stage ^ 1);
-    if (kConvertsV && tiles.any()) VConverter{a.v_slices}.await(k_row);
+    if (kConvertsV && tiles.any()) Converter{a.v_slices}.await(k_row);
     for (int tile = tiles.last - 2; tile >= tiles.first; --tile) {
       fetch_k(tile), fetch_v(tile + 1);
       fetch_mask(block, tile, k_state.stage ^ 1);
@@ -98,13 +98,13 @@ __device__ inline void Forward<Precision, Dims>::fetch_mask(const Block& block, 
 // Converts slices of v until none is left. Runs on the warps of the producer that are idle otherwise.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::convert_v() const {
-  constexpr int kChannels = Tile::kWarpgroups > 2 ? 4 : 8;
-  constexpr int kAtOnce = Tile::kWarpgroups > 2 ? 4 : 3;  // as many words as registers allow
+  constexpr int kChannels = Tile::kWarpgroups > 2 || kMasked ? 4 : 8;
+  constexpr int kAtOnce = kChannels == 4 ? 4 : 3;  // as many words as registers allow
   if (!a.v_slices.heads) return;
-  const VConverter converter{a.v_slices};
+  const Converter converter{a.v_slices};
   for (unsigned slice = converter.claim(); converter.exists(slice);) {
     const unsigned next = converter.claim();
-    converter.convert<kChannels, kAtOnce>(slice);
+    converter.template convert<kChannels, kAtOnce>(slice);
     slice = next;
   }
 }
@@ -114,9 +114,9 @@ __device__ inline void Forward<Precision, Dims>::convert_v() const {
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::convert_first_v() const {
   constexpr int kAtOnce = 8;
-  const VConverter converter{a.v_slices};
+  const Converter converter{a.v_slices};
   const unsigned slice = converter.claim();
-  if (converter.exists(slice)) converter.convert<kVec8, kAtOnce>(slice);
+  if (converter.exists(slice)) converter.template convert<kVec8, kAtOnce>(slice);
 }
 
 }  // namespace octet::cuda::sm90
