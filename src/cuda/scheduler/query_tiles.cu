@@ -2,6 +2,7 @@
 
 #include "cuda/scheduler/count_blocks.h"
 #include "cuda/scheduler/query_tiles.h"
+#include "cuda/scheduler/tile_scheduler.h"
 
 namespace octet::cuda {
 

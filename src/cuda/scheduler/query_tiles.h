@@ -4,9 +4,11 @@
 
 #include "core/problem.h"
 #include "cuda/host/workspace.h"
-#include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/scheduler/head_groups.h"
 
 namespace octet::cuda {
+
+struct TileScheduler;  // tile_scheduler.h, which is device code
 
 // Allocates what the scheduler of packed sequences needs of the workspace; null for other problems.
 int* allocate_blocks_before(const Problem& p, WorkspaceAllocator& allocator);

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/scheduler/query_tiles.h"
+#include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {
