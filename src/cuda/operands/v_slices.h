@@ -33,7 +33,7 @@ struct VSlices {
   F16* to;          // [batch, head, token, dim]: (from - v_mean) / scale; tokens that are not seen count as 0
   TokenFlags seen;  // by a mask tensor; without data all are
   // From a sample of each head (mean_limit.h); `by` is 1 / scale.
-  VMean v_mean;
+  VMean v_mean;              // without data where v is not centred
   const float *limits, *by;  // [batch, head]
   float* scale;              // [batch, head], a power of two
   unsigned* done;            // [batch, head]: slices that are converted, and kRepeat

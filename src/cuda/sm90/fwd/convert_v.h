@@ -11,8 +11,8 @@
 
 namespace octet::cuda::sm90 {
 
-// The conversion by one warp. `masked`: a mask tensor may hide tokens.
-template <bool masked>
+// The conversion by one warp. `masked`: a mask tensor may hide tokens; `centred`: a mean is subtracted.
+template <bool masked, bool centred>
 struct VConverter {
   const VSlices& a;
 
@@ -79,7 +79,7 @@ struct VConverter {
       if (row >= rows) row = a.tokens;
       from = a.from + head / a.kv_heads * a.batch_stride + head % a.kv_heads * a.head_stride + channel;
       to = a.to + static_cast<int64_t>(head) * a.tokens * a.dim + channel;
-      mean = a.v_mean.data + head * a.v_mean.columns + channel;
+      if constexpr (centred) mean = a.v_mean.data + head * a.v_mean.columns + channel;
       if constexpr (masked) seen = a.seen.of(static_cast<int>(head / a.kv_heads), static_cast<int>(head % a.kv_heads));
     }
     __device__ Word load(const Bf16* from, unsigned token) const {
@@ -92,7 +92,7 @@ struct VConverter {
     __device__ bool round(unsigned first, unsigned last, float by) const {
       float offset[channels];
 #pragma unroll
-      for (int c = 0; c < channels; ++c) offset[c] = -by * mean[c];
+      for (int c = 0; c < channels; ++c) offset[c] = centred ? -by * mean[c] : 0.f;
       const Bf16* load_from = from + static_cast<int64_t>(first + row) * a.token_stride;
       F16* store_to = to + static_cast<int64_t>(first + row) * a.dim;
       const int64_t step = static_cast<int64_t>(rows) * a.token_stride;
@@ -130,7 +130,8 @@ struct VConverter {
         Vec8 x{};
         for (int pair = 0; pair < channels / 2; ++pair) {
           const float2 two = ptx::unpack<Bf16>((&word.x)[pair]);
-          x[2 * pair] = two.x - mean[2 * pair], x[2 * pair + 1] = two.y - mean[2 * pair + 1];
+          x[2 * pair] = two.x, x[2 * pair + 1] = two.y;
+          if constexpr (centred) x[2 * pair] -= mean[2 * pair], x[2 * pair + 1] -= mean[2 * pair + 1];
         }
         most = fmaxf(most, largest_finite(x));
       }

@@ -75,7 +75,7 @@ struct Forward {
 
   // True: this kernel can convert v to f16 itself.
   static constexpr bool kConvertsV = kCompensated<Precision>;
-  using Converter = VConverter<kMasked>;
+  using Converter = VConverter<kMasked, !kDrops>;
 
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;

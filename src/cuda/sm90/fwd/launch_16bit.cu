@@ -56,8 +56,7 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     if (p.mask.present()) mask.preprocess(stream), mask_tiles.preprocess(stream);
     if (seen_v) seen_v->preprocess(stream);
     // The kernel converts v itself, unless it has few queries to do so beside.
-    const bool in_slices =
-        f16_v && !p.dropout && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
+    const bool in_slices = f16_v && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
     a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
     if (!qk && !in_slices) clear_counter(p, kernel, a.scheduler, stream);
     q.preprocess(stream), k.preprocess(stream);
