@@ -56,8 +56,10 @@ struct Backward {
   // True: no query of a block's first tile may see the second warpgroup's keys, which then passes the tile by. Later
   // iterations are not passed by, as they compute dq of the one before.
   static constexpr bool kPassesFirst = kQueries <= kWarpgroupRows;
-  // True: what dropout keeps is found beside the products, which takes registers.
+  // Where what dropout keeps is found: true, beside the product s; true, beside those of the gradients of the
+  // iteration before, which leave more registers; both false, after s and dp.
   static constexpr bool kEarlyKept = kEarlyP && bins == Bins::first;
+  static constexpr bool kKeptAhead = kDrops && !kEarlyP && bins == Bins::first;
   // True: factors are read from shared memory where they are needed, for want of registers.
   static constexpr bool kFactorsStay = kDrops && bins == Bins::further;
   // True: iterations need to know their head of the group.

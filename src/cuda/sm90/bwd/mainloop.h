@@ -189,6 +189,9 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     if constexpr (kByHead) head = next_head(head);
     if (left) wait_q(n);
   }
+  Kept kept;
+  if constexpr (kKeptAhead)
+    if (left) wait_q(n), kept = kept_of<true>(w, head, first_row, shared.rows[n % kStages].first);
   for (; left; --left, ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
@@ -200,6 +203,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_fence();
     mma_ABt(s, k, first_row, q, false);
     ptx::wgmma_commit();
+    if constexpr (kDrops && kEarlyKept) kept = kept_of<true>(w, head, first_row, rows.first);
     shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
     ptx::wgmma_fence();
     mma_ABt(dp, v, first_row, do_, false);
@@ -208,7 +212,6 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
       ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
     else if (sent)
       release_sent(key_stage ^ 1, (n - 1) % kDsStages);
-    Kept kept = kept_of<kEarlyKept>(w, head, first_row, rows.first);  // beside the products
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
@@ -220,7 +223,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
     if (kSendsFromDs && left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
-    if constexpr (!kEarlyKept) kept = kept_of<true>(w, head, first_row, rows.first);
+    if constexpr (!kEarlyKept && !kKeptAhead) kept = kept_of<true>(w, head, first_row, rows.first);
     if constexpr (kDrops) drop(dp, kept);
     columns.read(rows.delta);
     const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);
@@ -243,6 +246,12 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_fence();
     mma_AB(dk, ds, q);
     ptx::wgmma_commit();
+    if constexpr (kKeptAhead)
+      if (left > 1) {
+        wait_q(n + 1);
+        kept = kept_of<true>(w, next_head(head), first_row, shared.rows[(n + 1) % kStages].first);
+        wait_q(n + 1);  // a branch: else ptxas would put what is above behind the wait for the products
+      }
     // Release do; add dq to its sums.
     ptx::wgmma_wait<1>();
     ptx::fence_operand(dv.x);

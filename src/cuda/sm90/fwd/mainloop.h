@@ -230,6 +230,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         multiply_pv(at, p, o);
         ping_pong_arrive(warpgroup);
         const Kept kept = kept_of<kEarlyKept>(rows, tile);  // beside the products
+        // This wait is over, but it is a branch: else ptxas would put what is above behind the wait for the products.
+        if constexpr (kDrops && kEarlyKept) wait_k(at);
         // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
