@@ -31,6 +31,7 @@
 #include "cuda/fragment/sign_flip.h"
 #include "cuda/sm80/fwd/operands_codes.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_f16_sums.h"
 #include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/fwd/params.h"
@@ -39,11 +40,22 @@
 
 namespace octet::cuda::sm80 {
 
-// P over the stale maximum are kept while they are at most 2 to this power. With general logits the largest is exactly
-// 1 (times 2^kPExponent): they may leave a row one key, whose rounding error nothing would hide.
-template <class Precision, Logits logits>
-constexpr float kMaxPLog2 = logits != Logits::plain ? Precision::kPExponent
-                                                    : std::bit_width(static_cast<unsigned>(Precision::kMaxP)) - 1;
+// P over the stale maximum are kept while they are at most this; where exponentials do not wait for a look at the
+// maximum, while their sums in a thread are, which is one of four that share a row.
+template <class Precision, class Tile>
+constexpr float max_p() {
+  if constexpr (requires { Precision::kMaxRowSum; })
+    return Precision::kMaxRowSum / static_cast<float>(Tile::kRepeats ? 4 : Tile::kKeys);
+  else
+    return Precision::kMaxP;
+}
+
+// The same as a power of two. With general logits the largest P is exactly 1 (times 2^kPExponent): they may leave a row
+// one key, whose rounding error nothing would hide.
+template <class Precision, class Tile, Logits logits>
+constexpr float kMaxPLog2 = logits != Logits::plain
+                                ? Precision::kPExponent
+                                : std::bit_width(static_cast<unsigned>(max_p<Precision, Tile>())) - 1;
 
 template <class Kind>
 struct Forward {
