@@ -141,10 +141,11 @@ struct F16Sums {
 };
 
 // d = a b, summed in f16, which is rounded after each 16 rows of b. The columns of d are those of b from 16 b_block on.
+// `lane` is where this lane's rows of b lie (lane_down()).
 template <int M, int Depth, int Columns, class TileB>
-__device__ void mma_AB(F16Sums<Columns> (&d)[M], const Operand<F16, Depth> (&a)[M], const TileB& b, int b_block) {
+__device__ void mma_AB_at(uint32_t lane, F16Sums<Columns> (&d)[M], const Operand<F16, Depth> (&a)[M], const TileB& b,
+                          int b_block) {
   static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
-  const uint32_t lane = b.lane_down();
 #pragma unroll
   for (int k_step = 0; k_step < Depth / 16; ++k_step)
 #pragma unroll

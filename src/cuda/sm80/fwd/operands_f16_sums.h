@@ -24,11 +24,14 @@ struct ForwardOperands<PrecisionInt8F16Sums> : ForwardOperands<PrecisionInt8F16>
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
     static_assert(Kernel::kPlain && !Kernel::kPairs && Kernel::kKeys <= kMostKeys);
-    constexpr int kChannels = 32 / Kernel::kRowBlocks;  // four products of a warp then depend on no other
+    constexpr int kChannels = 16, kPart = 32;
+    const uint32_t lane = f.v(tile).lane_down();
 #pragma unroll
     for (int n = 0; n < Kernel::Dims::kDimV / kChannels; ++n) {
+      // A branch that leaves out what is padding stops ptxas from keeping the sums of all channels before it adds any.
+      if (n > 0 && n * kChannels % kPart == 0 && n * kChannels >= f.a.dim_v) break;
       F16Sums<kChannels> sums[Kernel::kRowBlocks];
-      mma_AB(sums, p.x, f.v(tile), n * (kChannels / 16));
+      mma_AB_at(lane, sums, p.x, f.v(tile), n);
 #pragma unroll
       for (int block = 0; block < Kernel::kRowBlocks; ++block) sums[block].add_to(&o[block].x[kChannels / 2 * n]);
     }
