@@ -43,7 +43,7 @@ class ScaledInput {
  public:
   // Numbers are rounded to the type `through` first.
   ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace,
-              const VRange& range = kRangeOfF16);
+              const VRange& range = {});
   // `flags`: the tokens that a mask tensor leaves to some query.
   void preprocess(const SeenKeys& seen, cudaStream_t stream, const TokenFlags& flags = {}) const;
   // The same by the kernel itself, where it can; this clears its counter.

@@ -8,10 +8,9 @@ namespace octet::cuda {
 // typical magnitudes to 2^typical if that factor is larger. Then numbers that reach 2^limit are infinite, instead of
 // taking all bits from the others.
 struct VRange {
-  int top, margin, typical, limit;
+  // All of f16, where products are summed in float32: infinite is what f16 does not hold.
+  int top = 15, margin = 2, typical = -11, limit = 16;
 };
-// All of f16, where products are summed in float32: infinite is what f16 does not hold.
-constexpr VRange kRangeOfF16{.top = 15, .margin = 2, .typical = -11, .limit = 16};
 // Where at most 64 products of P and v are summed in f16, whose numbers below 2^-14 are 2^-24 apart.
 constexpr VRange kRangeOfF16Sums{.top = 7, .margin = 1, .typical = -15, .limit = 7};
 

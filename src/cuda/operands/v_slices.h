@@ -45,7 +45,7 @@ struct VSlices {
 
 // Returns the exponent of the factor that brings a head into a range of f16. `most` is its largest magnitude; typical
 // ones are a sixteenth of the limit.
-__device__ inline int v_exponent(float most, float limit, const VRange& range = kRangeOfF16) {
+__device__ inline int v_exponent(float most, float limit, VRange range = {}) {
   constexpr float kLeast = 0x1p-7f;
   const bool typical = limit > 0.f && limit < INFINITY, below_top = most < ldexpf(1.f, range.top);
   if (most == 0.f || (most >= 0x1p-2f && below_top && !(typical && limit < kLeast))) return 0;
