@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <memory>
 #include <octet/formats.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "gpu/place.h"
 #include "passes/real.h"
@@ -79,8 +81,8 @@ TEST(GpuF16Sums, are_no_value_but_0_and_1) {
       explained(of_dim(64));
       FAIL() << "took " << value;
     } catch (const std::exception& e) {
-      EXPECT_NE(std::string(e.what()).find(std::string("OCTET_F16_SUMS: found '") + value +
-                                           "', allowed: 0 (sums of P v in float32), 1 (in f16)"),
+      EXPECT_NE(std::string(e.what()).find(std::string("OCTET_F16_SUMS: found \"") + value +
+                                           "\", allowed: 0 (sums of P v in float32), 1 (in f16)"),
                 std::string::npos)
           << e.what();
     }
@@ -125,7 +127,8 @@ TEST(GpuF16Sums, hold_the_largest_numbers) {
     for (const double rise : {0.0, 1.9, 2.05, 30.0}) {  // of the logits, in each 32 keys
       Case c = of_dim(dim);
       c.scale = .0625f;
-      for (const auto& [type, largest] : {std::pair{DType::f16, 65504.0}, {DType::bf16, 0x1.fep126}, {DType::f32, 1e-30}}) {
+      for (const auto& [type, largest] :
+           {std::pair{DType::f16, 65504.0}, {DType::bf16, 0x1.fep126}, {DType::f32, 1e-30}}) {
         c.dtype = type;
         Inputs in = draw(c, 3);
         for (double& x : in.q.data) x = 0.0;
@@ -137,9 +140,9 @@ TEST(GpuF16Sums, hold_the_largest_numbers) {
         for_each(c.v_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
           in.v.at(b, h, t, channel) = channel % 2 ? -largest : largest;
         });
-        expect_constant(c, in, in.v.at(0, 0, 0, 0),
-                        "dim " + std::to_string(dim) + ", rise " + std::to_string(rise) + ", v " +
-                            std::to_string(largest));
+        expect_constant(
+            c, in, in.v.at(0, 0, 0, 0),
+            "dim " + std::to_string(dim) + ", rise " + std::to_string(rise) + ", v " + std::to_string(largest));
       }
     }
 }

@@ -49,9 +49,11 @@ __device__ inline int v_exponent(float most, float limit, VRange range = {}) {
   constexpr float kLeast = 0x1p-7f;
   const bool typical = limit > 0.f && limit < INFINITY, below_top = most < ldexpf(1.f, range.top);
   if (most == 0.f || (most >= 0x1p-2f && below_top && !(typical && limit < kLeast))) return 0;
-  int exponent = range.top - range.margin - ilogbf(most);
+  const int target = range.top - range.margin;
+  int exponent = target - ilogbf(most);
   if (typical) exponent = max(exponent, range.typical + 4 - ilogbf(limit));
-  return min(max(exponent, -114), 112);  // keeps normal float32 numbers normal in f16, and the inverse factor finite
+  // Normal float32 numbers stay normal in f16, and the inverse factor finite.
+  return min(max(exponent, target - 127), 112);
 }
 
 }  // namespace octet::cuda

@@ -6,9 +6,9 @@
 
 namespace octet::cuda::sm80 {
 
-// Some cards multiply f16 with sums in f16 twice as fast as with sums in float32. The products of the keys of a tile are
-// summed in f16, a few channels at a time, from zero; the sums are rounded after each 16 keys and then added to o in
-// float32.
+// Some cards multiply f16 with sums in f16 twice as fast as with sums in float32. The products of the keys of a tile
+// are summed in f16, a few channels at a time, from zero; the sums are rounded after each 16 keys and then added to o
+// in float32.
 //
 // No sum overflows: a tile has at most 64 keys, whose P sum to at most kMaxRowSum, and |v| is at most 2^top. A P of a
 // new maximum is at most 1, or 2 where float32 rounds the product of a logit and scale_log2 by so much.
