@@ -186,15 +186,15 @@ TEST(GpuF16Sums, show_what_they_cannot_hold) {
   for (const double bad : {0x1p40, -0x1p100, double(INFINITY), std::numeric_limits<double>::quiet_NaN()}) {
     const Outputs clean = run_on_gpu(c, in);
     Inputs other = in;
-    other.v.at(0, 1, kBad, 7) = bad;
+    other.v.at(0, 0, kBad, 7) = bad;
     const Outputs got = run_on_gpu(c, other);
     for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
-      const bool sees = h == 1 && channel == 7 && t >= kBad;
+      const bool sees = channel == 7 && t >= kBad;
       const double x = got.o.at(b, h, t, channel);
       if (sees)
-        ASSERT_FALSE(std::isfinite(x)) << bad << ", row " << t << ": " << x;
+        EXPECT_FALSE(std::isfinite(x)) << bad << ", row " << t << ": " << x;
       else
-        ASSERT_NEAR(x, clean.o.at(b, h, t, channel), .02) << bad << ", row " << t << ", channel " << channel;
+        EXPECT_NEAR(x, clean.o.at(b, h, t, channel), .02) << bad << ", row " << t << ", channel " << channel;
     });
   }
 }
