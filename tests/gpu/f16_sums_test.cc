@@ -2,6 +2,7 @@
 // it, and that neither the largest nor the smallest numbers are lost to the range of f16.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -13,6 +14,7 @@
 
 #include "gpu/place.h"
 #include "passes/real.h"
+#include "support/random_problems.h"
 
 namespace octet::test {
 namespace {
@@ -110,6 +112,56 @@ TEST(GpuF16Sums, meet_the_bars) {
   expect_real_bar(kSm80, real);
 }
 
+// The largest finite |v| that a query of a head may see.
+double largest_v(const Case& c, const Inputs& in, int64_t b, int64_t h) {
+  double most = 0.0;
+  for (int64_t t = 0; t < c.tokens_k; ++t)
+    for (int64_t channel = 0; channel < c.dim_v; ++channel) {
+      const double x = std::fabs(in.v.at(b, h / (c.heads / c.kv_heads), t, channel));
+      if (std::isfinite(x)) most = std::max(most, x);
+    }
+  return most;
+}
+
+// Random problems of every mask, option, layout and head dim: o differs from that of float32 sums by no more than four
+// roundings of sums and those of P, each of half a unit, and lse by float32 alone.
+TEST(GpuF16Sums, differ_from_float32_sums_by_their_roundings) {
+  const auto [first, count] = draws(60);
+  int compared = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    RandomProblem x = random_problem(first + i);
+    if (x.pass != Pass::forward || std::max(x.c.dim, x.c.dim_v) > 256) continue;
+    SCOPED_TRACE(text(x));
+    x.c.out_dtype = DType::f32;
+    x.attention.precision = Precision::int8_f16, x.attention.backend = kBackend;
+    x.attention.bias_correction = BiasCorrection::f16, x.attention.beta = 0.f;
+    const auto solve = [&](const char* sums) {
+      const Wanted wanted(sums);
+      return run_on_gpu(x.c, x.in, x.attention);
+    };
+    const Outputs want = solve("0"), got = solve("1");
+    ++compared;
+    for (int64_t b = 0; b < x.c.batch; ++b)
+      for (int64_t h = 0; h < x.c.heads; ++h) {
+        const double most = largest_v(x.c, x.in, b, h);
+        for (int64_t t = 0; t < x.c.tokens_q; ++t) {
+          const double lse = want.lse.at(b, h, t, 0);
+          if (std::isfinite(lse)) {
+            ASSERT_NEAR(got.lse.at(b, h, t, 0), lse, 1e-5 * (1.0 + std::fabs(lse)));
+          }
+          for (int64_t channel = 0; channel < x.c.dim_v; ++channel) {
+            const double y = want.o.at(b, h, t, channel);
+            ASSERT_EQ(std::isfinite(got.o.at(b, h, t, channel)), std::isfinite(y));
+            if (std::isfinite(y)) {
+              ASSERT_NEAR(got.o.at(b, h, t, channel), y, 6 * 0x1p-11 * most);
+            }
+          }
+        }
+      }
+  }
+  EXPECT_GT(compared, 0);
+}
+
 // What is one number in all keys comes back to within the roundings of four sums, whatever P are.
 void expect_constant(const Case& c, const Inputs& in, double v, const std::string& what) {
   const Outputs got = run_on_gpu(c, in);
@@ -191,10 +243,11 @@ TEST(GpuF16Sums, show_what_they_cannot_hold) {
     for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
       const bool sees = channel == 7 && t >= kBad;
       const double x = got.o.at(b, h, t, channel);
-      if (sees)
+      if (sees) {
         EXPECT_FALSE(std::isfinite(x)) << bad << ", row " << t << ": " << x;
-      else
+      } else {
         EXPECT_NEAR(x, clean.o.at(b, h, t, channel), .02) << bad << ", row " << t << ", channel " << channel;
+      }
     });
   }
 }
