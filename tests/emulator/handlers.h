@@ -271,8 +271,8 @@ inline void multiply_matrices_to_f16(Warp& w, const Instruction& n, Lanes) {  //
       const u32 c = w.at<u32>(n.operand[8 + j])[i];
       const int row = i / 4 + 8 * j, column = i % 4 * 2;
       const auto sum = [&](u16 from, int at) { return to_f16(products.added_to(f16_table()[from], row, at)); };
-      w.at<u32>(n.operand[j])[i] = static_cast<u32>(sum(static_cast<u16>(c >> 16), column + 1)) << 16 |
-                                   sum(static_cast<u16>(c), column);
+      w.at<u32>(n.operand[j])[i] =
+          static_cast<u32>(sum(static_cast<u16>(c >> 16), column + 1)) << 16 | sum(static_cast<u16>(c), column);
     }
 }
 

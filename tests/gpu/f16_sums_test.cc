@@ -178,7 +178,7 @@ TEST(GpuF16Sums, hold_the_largest_numbers) {
   for (const int64_t dim : {64, 96, 128, 256})
     for (const double rise : {0.0, 1.9, 2.05, 30.0}) {  // of the logits, in each 32 keys
       Case c = of_dim(dim);
-      c.scale = .0625f;
+      c.heads = 1, c.tokens_q = 70, c.scale = .0625f;
       for (const auto& [type, largest] :
            {std::pair{DType::f16, 65504.0}, {DType::bf16, 0x1.fep126}, {DType::f32, 1e-30}}) {
         c.dtype = type;

@@ -16,8 +16,9 @@ void cast(const Strided& from, const Strided& to, Element through, cudaStream_t 
 void residual_of_cast(const Strided& from, const Strided& to, const Strided& residual, cudaStream_t stream);
 
 // Sets to = (from - v_mean) / scale[batch, head] in f16, where scale is a power of two that brings the finite numbers
-// of the head into `range`. It is 1 for most heads, and one pass is enough for them. Tokens that no query sees, by their place or by `flags` of a mask tensor, count as zeros. `scratch`
-// has convert_scratch numbers. The kernel that follows may be launched with launch_pdl (host/launch.h).
+// of the head into `range`. It is 1 for most heads, and one pass is enough for them. Tokens that no query sees, by
+// their place or by `flags` of a mask tensor, count as zeros. `scratch` has convert_scratch numbers. The kernel that
+// follows may be launched with launch_pdl (host/launch.h).
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
                     const TokenFlags& flags, const VRange& range, float* scratch, float* scale, cudaStream_t stream);
 std::size_t convert_scratch(const Strided& from);

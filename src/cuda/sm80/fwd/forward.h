@@ -25,7 +25,6 @@
 // (fragment/sign_flip.h): it becomes o - 2 a, where a is close to o, and 2 a is added back at the end. Until then a
 // lies in the rows of the output, of which each number has room for 16 bits.
 #pragma once
-#include <bit>
 #include <type_traits>
 
 #include "cuda/fragment/sign_flip.h"
@@ -39,23 +38,6 @@
 #include "cuda/sm80/smem.h"
 
 namespace octet::cuda::sm80 {
-
-// P over the stale maximum are kept while they are at most this; where exponentials do not wait for a look at the
-// maximum, while their sums in a thread are, which is one of four that share a row.
-template <class Precision, class Tile>
-constexpr float max_p() {
-  if constexpr (requires { Precision::kMaxRowSum; })
-    return Precision::kMaxRowSum / static_cast<float>(Tile::kRepeats ? 4 : Tile::kKeys);
-  else
-    return Precision::kMaxP;
-}
-
-// The same as a power of two. With general logits the largest P is exactly 1 (times 2^kPExponent): they may leave a row
-// one key, whose rounding error nothing would hide.
-template <class Precision, class Tile, Logits logits>
-constexpr float kMaxPLog2 = logits != Logits::plain
-                                ? Precision::kPExponent
-                                : std::bit_width(static_cast<unsigned>(max_p<Precision, Tile>())) - 1;
 
 template <class Kind>
 struct Forward {
