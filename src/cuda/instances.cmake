@@ -64,6 +64,8 @@ foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8I
 endforeach()
 octet_instance(sm80/fwd Int8F16_plain_doubled kernel.h
   "ForwardKernel forward_kernel_of<PrecisionInt8F16, Logits::plain, TileRows::doubled>(int64_t)")
+octet_instance(sm80/fwd Int8F16Sums_plain_queries kernel.h
+  "ForwardKernel forward_kernel_of<PrecisionInt8F16Sums, Logits::plain, TileRows::queries>(int64_t)")
 foreach(precision Bf16 F16)
   octet_instance(sm80/fwd ${precision}_plain_half kernel.h
     "ForwardKernel forward_kernel_of<Precision${precision}, Logits::plain, TileRows::half_queries>(int64_t)")

@@ -135,12 +135,13 @@ inline u16 to_bf16(float x) {
   const u32 bits = std::bit_cast<u32>(x);
   return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline u16 to_f16(float x) {
+template <class T>
+u16 to_f16(T x) {
   if (x != x) return 0x7fff;
   const u16 sign = std::signbit(x) ? 0x8000 : 0;
-  const float magnitude = std::fabs(x);
-  if (magnitude >= 65520.f) return sign | 0x7c00;
-  int exponent = std::max(std::ilogb(magnitude == 0 ? 1e-30f : magnitude), -14);
+  const T magnitude = std::fabs(x);
+  if (magnitude >= T{65520}) return sign | 0x7c00;
+  int exponent = std::max(std::ilogb(magnitude == 0 ? T(1e-30) : magnitude), -14);
   // Units of the last place, rounded to nearest even.
   const u32 units = static_cast<u32>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
   return sign | static_cast<u16>(units + (exponent + 14) * 1024);

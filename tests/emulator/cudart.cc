@@ -1,7 +1,7 @@
 // The CUDA runtime API as far as octet and its tests use it, for one device that is this process: its memory is the
 // host's, its kernels are run from the PTX in the program, and every call returns when its work is done.
 // OCTET_EMULATED_SHARED_BYTES sets the shared memory that a thread block may have (default 101376, as on compute
-// capability 8.6).
+// capability 8.6), OCTET_EMULATED_NAME the name of the device.
 #include <cuda_profiler_api.h>
 #include <cuda_runtime_api.h>
 #include <zstd.h>
@@ -250,7 +250,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device)
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   if (device) return result(cudaErrorInvalidDevice);
   *p = {};
-  std::snprintf(p->name, sizeof p->name, "emulator of compute capability 8.0");
+  const char* const name = std::getenv("OCTET_EMULATED_NAME");
+  std::snprintf(p->name, sizeof p->name, "%s", name ? name : "emulator of compute capability 8.0");
   p->major = 8, p->minor = 0, p->multiProcessorCount = 6, p->totalGlobalMem = kMemory;
   p->sharedMemPerBlockOptin = shared_bytes();
   return cudaSuccess;

@@ -376,6 +376,11 @@ struct Statement {
         for (const auto& r : members(token)) take(r, 4);
       out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
       out.run = has("bf16") ? multiply_matrices<true> : multiply_matrices<false>;
+    } else if (operation == "mma" && has("m16n8k16") && type == "f16") {
+      for (const auto& token : tokens)
+        for (const auto& r : members(token)) take(r, 4);
+      out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
+      out.run = multiply_matrices_to_f16;
     } else if (operation == "mma" && has("m16n8k32") && type == "s32" && has("s8")) {
       for (const auto& token : tokens)
         for (const auto& r : members(token)) take(r, 4);

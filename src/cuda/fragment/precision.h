@@ -64,6 +64,14 @@ struct PrecisionInt8F16 : PrecisionF16 {
   using Sum = int;
 };
 
+// The same where P v of a tile of keys is summed in f16, before it is added to o in float32. P is not multiplied by a
+// power of two. Instead of kMaxP it has
+//   kMaxRowSum   P of a row over a stale maximum are kept while they sum to no more than this in a tile
+struct PrecisionInt8F16Sums : PrecisionInt8F16 {
+  static constexpr int kPExponent = 0;
+  static constexpr float kMaxRowSum = 480.f;
+};
+
 // The same where o is kept for a backward pass: k is centred by the means of blocks, and v comes from int8.
 struct PrecisionInt8Training : PrecisionInt8F16 {};
 

@@ -2,11 +2,18 @@
 
 #include <map>
 #include <mutex>
+#include <string>
 
 #include "cuda/host/status.h"
 
 namespace octet::cuda {
 namespace {
+
+std::string name_of(int device) {
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  return properties.name;
+}
 
 int attribute(cudaDeviceAttr which, int device) {
   int value = 0;
@@ -23,7 +30,8 @@ const Card& card(int device) {
   const auto found = cards.find(device);
   if (found != cards.end()) return found->second;
   return cards[device] = {attribute(cudaDevAttrMultiProcessorCount, device), attribute(cudaDevAttrL2CacheSize, device),
-                          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
+                          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                          name_of(device).find("GeForce") != std::string::npos};
 }
 
 const Card& current_card() {

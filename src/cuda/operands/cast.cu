@@ -235,16 +235,17 @@ __device__ void read_mean(const VMean& v_mean, int channel, Vec8& x) {
 // head] to the inverse of that factor.
 __global__ void __launch_bounds__(kThreads)
     rescale_kernel(const Strided from, const Strided to, Element through, const VMean v_mean, const SeenKeys seen,
-                   const TokenFlags flags, const float* largest, int blocks, const float* limits, float* scale) {
+                   const TokenFlags flags, const VRange range, const float* largest, int blocks, const float* limits,
+                   float* scale) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   float most = 0.f;
   for (int i = threadIdx.x % 32; i < blocks; i += 32) most = fmaxf(most, largest[blockIdx.x * blocks + i]);
   most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-  const int exponent = v_exponent(most, limits[blockIdx.x]);
+  const int exponent = v_exponent(most, limits[blockIdx.x], range);
   if (blockIdx.y == 0 && threadIdx.x == 0) scale[blockIdx.x] = ldexpf(1.f, -exponent);
   if (exponent == 0) return;
-  const float by = ldexpf(1.f, exponent);
+  const float by = ldexpf(1.f, exponent), limit = ldexpf(1.f, range.limit);
   SeenKeysOfHead sees(seen, flags, Coords(from));
   for_each_vec8(from, [&](const Index4& index) {
     Vec8 x{};
@@ -252,7 +253,10 @@ __global__ void __launch_bounds__(kThreads)
     round_through(through, x);
     Vec8 mean;
     read_mean(v_mean, static_cast<int>(index.channel), mean);
-    for (int c = 0; c < kVec8; ++c) x[c] = (x[c] - mean[c]) * by;
+    for (int c = 0; c < kVec8; ++c) {
+      x[c] = (x[c] - mean[c]) * by;
+      if (fabsf(x[c]) >= limit) x[c] = copysignf(INFINITY, x[c]);
+    }
     write(to, index, x);
   });
 }
@@ -326,7 +330,7 @@ std::size_t convert_scratch(const Strided& from) {
 }
 
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
-                    const TokenFlags& flags, float* scratch, float* scale, cudaStream_t stream) {
+                    const TokenFlags& flags, const VRange& range, float* scratch, float* scale, cudaStream_t stream) {
   const int64_t heads = from.shape[0] * from.shape[1];
   if (!heads || !from.shape[2]) return;
   const bool words = from.element == Element::bf16 && through == Element::bf16 && in_words(from);
@@ -342,7 +346,7 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
   const float *largest_found = largest, *limits_found = limits;
   const dim3 rescaling(static_cast<unsigned>(heads),
                        few_of(heads, from.shape[2], tokens_per_block, rescaling_in_flight));
-  launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, flags,
+  launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, flags, range,
                      largest_found, static_cast<int>(blocks), limits_found, scale);
 }
 

@@ -15,14 +15,12 @@ void cast(const Strided& from, const Strided& to, Element through, cudaStream_t 
 // Sets `residual` to what a cast has lost, in bytes (core/o_residual.h) or as from - to.
 void residual_of_cast(const Strided& from, const Strided& to, const Strided& residual, cudaStream_t stream);
 
-// Sets to = (from - v_mean) / scale[batch, head] in f16, where scale is a power of two. The scale is 1 where the
-// largest finite magnitude of the head is within [2^-2, 2^15) and typical ones are above 2^-11. Most heads are like
-// that, and one pass is enough for them. Else the scale brings the largest into [2^13, 2^14), or typical magnitudes to
-// 2^-11 if that factor is larger: numbers that are 2^26 times as large then become infinite, instead of taking all bits
-// from the others. Tokens that no query sees, by their place or by `flags` of a mask tensor, count as zeros. `scratch`
-// has convert_scratch numbers. The kernel that follows may be launched with launch_pdl (host/launch.h).
+// Sets to = (from - v_mean) / scale[batch, head] in f16, where scale is a power of two that brings the finite numbers
+// of the head into `range`. It is 1 for most heads, and one pass is enough for them. Tokens that no query sees, by
+// their place or by `flags` of a mask tensor, count as zeros. `scratch` has convert_scratch numbers. The kernel that
+// follows may be launched with launch_pdl (host/launch.h).
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
-                    const TokenFlags& flags, float* scratch, float* scale, cudaStream_t stream);
+                    const TokenFlags& flags, const VRange& range, float* scratch, float* scale, cudaStream_t stream);
 std::size_t convert_scratch(const Strided& from);
 
 // The same by a kernel that converts v itself, in slices (v_slices.h). It can where these are bf16 numbers in whole

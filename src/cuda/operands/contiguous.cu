@@ -82,8 +82,9 @@ void Input::preprocess(cudaStream_t stream) const {
   cast(distinct(from_), distinct(view_), element(view_.dtype), stream);
 }
 
-ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace)
-    : from_(from), view_(contiguous(from, OCTET_F16, workspace)), through_(through) {
+ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace,
+                         const VRange& range)
+    : from_(from), view_(contiguous(from, OCTET_F16, workspace)), through_(through), range_(range) {
   const auto heads = static_cast<std::size_t>(from.shape[0] * from.shape[1]);
   scratch_ = workspace.take<float>(from.elements() ? convert_scratch(strided(from)) : 0);
   scale_ = workspace.take<float>(heads);
@@ -92,7 +93,8 @@ ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns
 }
 
 void ScaledInput::preprocess(const SeenKeys& seen, cudaStream_t stream, const TokenFlags& flags) const {
-  convert_to_f16(strided(from_), strided(view_), element(through_), mean_, seen, flags, scratch_, scale_, stream);
+  convert_to_f16(strided(from_), strided(view_), element(through_), mean_, seen, flags, range_, scratch_, scale_,
+                 stream);
 }
 
 bool ScaledInput::in_slices(const SeenKeys& seen) const {

@@ -42,7 +42,8 @@ class Input {
 class ScaledInput {
  public:
   // Numbers are rounded to the type `through` first.
-  ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace);
+  ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace,
+              const VRange& range = {});
   // `flags`: the tokens that a mask tensor leaves to some query.
   void preprocess(const SeenKeys& seen, cudaStream_t stream, const TokenFlags& flags = {}) const;
   // The same by the kernel itself, where it can; this clears its counter.
@@ -55,6 +56,7 @@ class ScaledInput {
  private:
   View from_, view_;
   octet_dtype through_;
+  VRange range_;
   float* scratch_;
   float* scale_;
   VMean mean_;

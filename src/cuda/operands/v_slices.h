@@ -6,6 +6,7 @@
 
 #include "cuda/fragment/strided.h"
 #include "cuda/operands/token_flags.h"
+#include "cuda/operands/v_range.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda {
@@ -42,17 +43,17 @@ struct VSlices {
   static constexpr unsigned kRepeat = 1u << 31;
 };
 
-// Returns the exponent of the factor that brings a head into the range of f16: 0 where its largest magnitude `most` is
-// within [2^-2, 2^15) and typical ones, a sixteenth of the limit, are above 2^-11, as f16 loses bits below 2^-14.
-// Else the largest comes into [2^13, 2^14), or typical magnitudes to 2^-11 if that factor is larger.
-__device__ inline int v_exponent(float most, float limit) {
+// Returns the exponent of the factor that brings a head into a range of f16. `most` is its largest magnitude; typical
+// ones are a sixteenth of the limit.
+__device__ inline int v_exponent(float most, float limit, VRange range = {}) {
   constexpr float kLeast = 0x1p-7f;
-  constexpr int kLeastExponent = -7;
-  const bool typical = limit > 0.f && limit < INFINITY;
-  if (most == 0.f || (most >= 0x1p-2f && most < 0x1p15f && !(typical && limit < kLeast))) return 0;
-  int exponent = 13 - ilogbf(most);
-  if (typical) exponent = max(exponent, kLeastExponent - ilogbf(limit));
-  return min(max(exponent, -114), 112);  // keeps normal float32 numbers normal in f16, and the inverse factor finite
+  const bool typical = limit > 0.f && limit < INFINITY, below_top = most < ldexpf(1.f, range.top);
+  if (most == 0.f || (most >= 0x1p-2f && below_top && !(typical && limit < kLeast))) return 0;
+  const int target = range.top - range.margin;
+  int exponent = target - ilogbf(most);
+  if (typical) exponent = max(exponent, range.typical + 4 - ilogbf(limit));
+  // Normal float32 numbers stay normal in f16, and the inverse factor finite.
+  return min(max(exponent, target - 127), 112);
 }
 
 }  // namespace octet::cuda

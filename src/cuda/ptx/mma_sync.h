@@ -25,6 +25,19 @@ __device__ inline void mma_m16n8k16<Bf16>(float* d, const uint32_t* a, const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// mma.sync.aligned.m16n8k16.row.col.f16: d = a b + c in f16, which is rounded once. A register has two sums of a row.
+__device__ inline void mma_m16n8k16_f16(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// The same for c = 0: no register of d has to be set before.
+__device__ inline void mma_m16n8k16_f16_from_zero(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %8};"
+      : "=r"(d[0]), "=r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
+}
+
 // mma.sync.aligned.m16n8k32.row.col.s32: d += a b, with a of 16 x 32 and b of 32 x 8 bytes, and d of 16 x 8. A fragment
 // of bytes has four in each register where one of 16 bits has two. PTX ISA, 9.7.14.5.10.
 template <class A, class B>

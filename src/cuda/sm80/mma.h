@@ -126,6 +126,45 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a
   mma_AB_at(TileB::move(b.lane_down(), b_row_block, b_block), d, a, b);
 }
 
+// Sums of 16 rows in f16, two columns to a register: those of an accumulator, of which it has half the registers.
+template <int Columns>
+struct F16Sums {
+  uint32_t x[Columns / 4];
+
+  __device__ void add_to(float* accumulator) const {
+#pragma unroll
+    for (int i = 0; i < Columns / 4; ++i) {
+      const float2 sums = ptx::unpack<F16>(x[i]);
+      accumulator[2 * i] += sums.x, accumulator[2 * i + 1] += sums.y;
+    }
+  }
+};
+
+// d = a b, summed in f16, which is rounded after each 16 rows of b. The columns of d are those of b from 16 b_block on.
+// `lane` is where this lane's rows of b lie (lane_down()).
+template <int M, int Depth, int Columns, class TileB>
+__device__ void mma_AB_at(uint32_t lane, F16Sums<Columns> (&d)[M], const Operand<F16, Depth> (&a)[M], const TileB& b,
+                          int b_block) {
+  static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
+#pragma unroll
+  for (int k_step = 0; k_step < Depth / 16; ++k_step)
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t right[4];
+      ptx::ldmatrix_trans(right, b.step(lane, k_step, b_block + n));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t* const sums = &d[m].x[4 * n + 2 * half];
+          if (k_step == 0)
+            ptx::mma_m16n8k16_f16_from_zero(sums, &a[m].x[4 * k_step], &right[2 * half]);
+          else
+            ptx::mma_m16n8k16_f16(sums, &a[m].x[4 * k_step], &right[2 * half]);
+        }
+    }
+}
+
 // d += a b, with rows [16 row_block, 16 (row_block + M)) of the tile a, and as many columns of b as d has, from column
 // 16 b_block on. b_block is a multiple of as many. The index of summation are `Depth` columns of a and rows of b, from
 // 16 first on, a multiple of as many. `between` is called with the number of each 16 of them, after their products.

@@ -1,6 +1,9 @@
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 
+#include "core/error.h"
 #include "core/names.h"
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
@@ -9,6 +12,7 @@
 #include "cuda/sm80/fwd/choose.h"
 #include "cuda/sm80/fwd/operands_codes.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_f16_sums.h"
 #include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/mask_tile.h"
@@ -84,6 +88,19 @@ constexpr Row kRows[] = {row<PrecisionF32>(kF32),
 constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, TileRows::pages>, nullptr,
                               forward_kernel_of<PrecisionCodes, Logits::general, TileRows::pages>};
 
+// Of plain logits, where P v is summed in f16.
+constexpr KernelOf kOfF16Sums = forward_kernel_of<PrecisionInt8F16Sums, Logits::plain, TileRows::queries>;
+
+// Returns whether P v is summed in f16 where kernels can: as OCTET_F16_SUMS in the environment says, else where that is
+// faster.
+bool prefers_f16_sums(const Card& gpu) {
+  const char* const wanted = std::getenv("OCTET_F16_SUMS");
+  if (!wanted || !*wanted) return gpu.has_fast_f16_sums;
+  if (std::string_view(wanted) == "0") return false;
+  if (std::string_view(wanted) == "1") return true;
+  invalid("OCTET_F16_SUMS: found ", quoted(wanted), ", allowed: 0 (sums of P v in float32), 1 (in f16)");
+}
+
 constexpr int64_t kMostDimOfFewRows = 128;
 
 // A multiprocessor reserves so much of its shared memory for each thread block. One block can have all the rest.
@@ -101,16 +118,22 @@ const Row* row_of(const ForwardFormats& formats) {
 
 struct Candidate {
   ForwardKernel kernel;
-  bool few;  // it is one for few queries
+  bool few;       // it is one for few queries
+  bool f16_sums;  // it sums P v in f16
 };
 
-// The kernels for queries, the default first.
+// The kernels for queries, the default first. A tile changes no rounding point: they all sum P v in f16, or none does.
 Candidates<Candidate> kernels_for_queries(const Problem& p, const Row& row, Logits logits, int64_t most_dim) {
   Candidates<Candidate> all;
   const auto add = [&](const ForwardKernel& kernel, const char* also = "") {
-    all.add({kernel.rows, kernel.keys, also}, {kernel, false});
+    all.add({kernel.rows, kernel.keys, also}, {kernel, false, false});
   };
   if (logits == Logits::plain) {
+    if (row.formats == kInt8F16 && prefers_f16_sums(card(p.device_index))) {
+      const ForwardKernel kernel = kOfF16Sums(most_dim);
+      all.add({kernel.rows, kernel.keys}, {kernel, false, true});
+      return all;
+    }
     const KernelOf doubled = most_dim <= 128 ? row.doubled.plain : nullptr;
     const bool fits =
         doubled && blocks_in_shared_memory(card(p.device_index), doubled(most_dim)) >= doubled(most_dim).blocks;
@@ -184,7 +207,7 @@ Candidates<Candidate> candidates_of(const Problem& p, const ForwardNumerics& num
   Candidates<Candidate> all;
   const auto add_few = [&] {
     const auto add = [&](const ForwardKernel& kernel) {
-      all.add({kernel.rows, kernel.keys, "-split"}, {kernel, true});
+      all.add({kernel.rows, kernel.keys, "-split"}, {kernel, true, false});
     };
     // Where 16 rows have all queries of a group, warps share them.
     if (const KernelOf shared = of_logits(pages ? row.few_pages : row.few_pairs);
@@ -222,7 +245,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
   const bool int8_qk = numerics.formats.qk == OCTET_I8;
   const Prequantized& came = numerics.came;
   const bool by_blocks = numerics.formats == kSagebwd, int8_v = numerics.formats == kInt8 || by_blocks;
-  const auto [kernel, few] = candidates_of(p, numerics).pick(p.tile, kName);
+  const auto [kernel, few, f16_sums] = candidates_of(p, numerics).pick(p.tile, kName);
   ForwardChoice choice{.kernel = kernel,
                        .numerics = numerics,
                        .general = kernel_logits(p, numerics) != Logits::plain,
@@ -237,7 +260,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .e4m3_qk = numerics.formats == kFp8 || numerics.formats == kFp8Raw,
                        .e4m3_v = numerics.formats.v == OCTET_E4M3,
                        .e4m3_scales = numerics.formats.v_scale == Group::channel,
-                       .scales_v = numerics.scales_v(p.v.dtype),
+                       .scales_v = f16_sums || numerics.scales_v(p.v.dtype),
+                       .f16_sums = f16_sums,
                        .few = few,
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};

@@ -24,6 +24,7 @@ struct ForwardChoice {
   bool e4m3_v;                  // so does v
   bool e4m3_scales;             // with a scale for each token and for each channel of v
   bool scales_v;                // v becomes f16, divided by a power of two for each head
+  bool f16_sums;                // P v of a tile of keys is summed in f16
   bool pages_of_codes = false;  // k and v are read as codes in pages
   bool few = false;             // the kernel is one for few queries
   int tile_heads = 1, tile_queries, splits = 1;

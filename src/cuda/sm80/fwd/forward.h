@@ -25,12 +25,12 @@
 // (fragment/sign_flip.h): it becomes o - 2 a, where a is close to o, and 2 a is added back at the end. Until then a
 // lies in the rows of the output, of which each number has room for 16 bits.
 #pragma once
-#include <bit>
 #include <type_traits>
 
 #include "cuda/fragment/sign_flip.h"
 #include "cuda/sm80/fwd/operands_codes.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_f16_sums.h"
 #include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/fwd/params.h"
@@ -38,12 +38,6 @@
 #include "cuda/sm80/smem.h"
 
 namespace octet::cuda::sm80 {
-
-// P over the stale maximum are kept while they are at most 2 to this power. With general logits the largest is exactly
-// 1 (times 2^kPExponent): they may leave a row one key, whose rounding error nothing would hide.
-template <class Precision, Logits logits>
-constexpr float kMaxPLog2 = logits != Logits::plain ? Precision::kPExponent
-                                                    : std::bit_width(static_cast<unsigned>(Precision::kMaxP)) - 1;
 
 template <class Kind>
 struct Forward {

@@ -32,7 +32,8 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
          choice.numerics.type(), workspace),
       // Numbers are those of the recipe's type of v first: of bf16, or of any type where q and k are quantized.
       v_scaled_(choice.scales_v ? seen_.v() : View{}, choice.int8_qk ? p.v.dtype : choice.numerics.type(),
-                choice.numerics.f16_p_and_v() && !p.dropout ? dim_v_ : 0, workspace),
+                choice.numerics.f16_p_and_v() && !p.dropout ? dim_v_ : 0, workspace,
+                choice.f16_sums ? kRangeOfF16Sums : VRange{}),
       q_halves_(choice.f32 ? p.q : View{}, dim_, NonFinite::kept, workspace),
       k_halves_(choice.f32 ? p.k : View{}, dim_, NonFinite::kept, workspace) {
   for (int64_t first = 0; choice.f32 && first < p.dim_v; first += dim_v_)

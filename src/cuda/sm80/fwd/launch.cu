@@ -65,8 +65,9 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     const ForwardNumerics& of = choice.numerics;
     return text(
         "forward ", octet::name(p.precision), of.f16_p_and_v() ? " with P in f16" : "",
-        choice.f32 ? " in two f16 halves" : "", of.beta ? " with beta" : "", ", mma.sync, ", choice.kernel.rows, " x ",
-        choice.kernel.keys, " tiles",
+        choice.f32 ? " in two f16 halves" : "", of.beta ? " with beta" : "",
+        choice.f16_sums ? ", P v summed in f16" : "", ", mma.sync, ", choice.kernel.rows, " x ", choice.kernel.keys,
+        " tiles",
         choice.few ? text(", ", choice.tile_heads, " heads in a tile, keys in ", choice.splits, " splits") : "");
   };
   auto run = [=, &p](cudaStream_t stream) {

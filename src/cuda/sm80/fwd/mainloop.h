@@ -198,7 +198,7 @@ __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& ze
 template <class Kind>
 __device__ inline bool Forward<Kind>::fits_stale_max(const S& s, const Softmax (&softmax)[kRowBlocks],
                                                      RowValues (&most)[kRowBlocks]) {
-  constexpr float kMost = kMaxPLog2<Precision, Kind::kLogits>;
+  constexpr float kMost = kMaxPLog2<Precision, Tile, Kind::kLogits>;
   bool fits = true;
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
@@ -258,12 +258,13 @@ __device__ inline void Forward<Kind>::take_exp(S& s, int tile, const bool& zeros
 // Turns logits into P without a look at the maximum. Returns false, with the products spoilt, where P are too large.
 template <class Kind>
 __device__ inline bool Forward<Kind>::take_exp_of_stale_max(S& s, Softmax (&softmax)[kRowBlocks]) {
+  constexpr float kMost = max_p<Precision, Tile>();
   RowValues sum[kRowBlocks];
   bool fits = true;
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     sum[block] = softmax[block].template exp_stale_max<kExponent>(s[block]);
-    fits &= sum[block][0] <= Precision::kMaxP && sum[block][1] <= Precision::kMaxP;
+    fits &= sum[block][0] <= kMost && sum[block][1] <= kMost;
   }
   if (!__all_sync(~0u, fits)) return false;
 #pragma unroll

@@ -33,6 +33,7 @@
 //                      the end of a row: sum of exp(logit) = 2^origin l, o = o inverse_of(l) v_factor + v_mean
 //   product, value     q.k of one key and a number of v, for rows that are computed again
 #pragma once
+#include <bit>
 #include <type_traits>
 
 #include "cuda/fragment/dropout.h"
@@ -45,6 +46,23 @@
 #include "cuda/sm80/mma.h"
 
 namespace octet::cuda::sm80 {
+
+// P over the stale maximum are kept while they are at most this; where exponentials do not wait for a look at the
+// maximum, while their sums in a thread are, which is one of four that share a row.
+template <class Precision, class Tile>
+constexpr float max_p() {
+  if constexpr (requires { Precision::kMaxRowSum; })
+    return Precision::kMaxRowSum / static_cast<float>(Tile::kRepeats ? 4 : Tile::kKeys);
+  else
+    return Precision::kMaxP;
+}
+
+// The largest power of two that is no more, by its exponent. With general logits the largest P is exactly 1 (times 2^kPExponent): they may leave a row
+// one key, whose rounding error nothing would hide.
+template <class Precision, class Tile, Logits logits>
+constexpr float kMaxPLog2 = logits != Logits::plain
+                                ? Precision::kPExponent
+                                : std::bit_width(static_cast<unsigned>(max_p<Precision, Tile>())) - 1;
 
 // 16 bits: numbers as they are.
 template <class Precision>
