@@ -57,8 +57,8 @@ constexpr float max_p() {
     return Precision::kMaxP;
 }
 
-// The largest power of two that is no more, by its exponent. With general logits the largest P is exactly 1 (times 2^kPExponent): they may leave a row
-// one key, whose rounding error nothing would hide.
+// The largest power of two that is no more, by its exponent. With general logits the largest P is exactly 1 (times
+// 2^kPExponent): they may leave a row one key, whose rounding error nothing would hide.
 template <class Precision, class Tile, Logits logits>
 constexpr float kMaxPLog2 = logits != Logits::plain
                                 ? Precision::kPExponent
