@@ -56,10 +56,8 @@ struct Backward {
   // True: no query of a block's first tile may see the second warpgroup's keys, which then passes the tile by. Later
   // iterations are not passed by, as they compute dq of the one before.
   static constexpr bool kPassesFirst = kQueries <= kWarpgroupRows;
-  // Where what dropout keeps is found: true, beside the product s; true, beside those of the gradients of the
-  // iteration before, which leave more registers; both false, after s and dp.
+  // True: what dropout keeps is found beside the products, which takes registers.
   static constexpr bool kEarlyKept = kEarlyP && bins == Bins::first;
-  static constexpr bool kKeptAhead = kDrops && !kEarlyP && bins == Bins::first;
   // True: factors are read from shared memory where they are needed, for want of registers.
   static constexpr bool kFactorsStay = kDrops && bins == Bins::further;
   // True: iterations need to know their head of the group.
@@ -72,13 +70,6 @@ struct Backward {
   using TileDs = SharedTile<T, kKeys, kQueries>;
 
   using Rows = QueryRows<kQueries>;
-
-  // With dropout a block has the seed of its sequence, for which a warp would wait in each iteration.
-  struct SeededFactors : BlockFactors {
-    int32_t seed[4];
-    int sequence;  // among those that share the seed
-  };
-  using Factors = std::conditional_t<kDrops, SeededFactors, BlockFactors>;
 
   // The way of a warpgroup's rows of dk and dv to memory: through what no product of either warpgroup reads any more.
   // That is its panel of k and of v or, where these have one panel for both warpgroups, its panel of the last ds.
@@ -107,7 +98,7 @@ struct Backward {
     static constexpr int kTileSlots = 3;
     Pipeline<kTileSlots> tile_pipe;
     KeyBlockInfo key_block[kTileSlots];
-    Factors factors[kTileSlots];
+    BlockFactors factors[kTileSlots];
 
     // `readers`: the threads that release a slot of `key_block`.
     __device__ void init(int readers) {
@@ -160,11 +151,13 @@ struct Backward {
   using Kept = std::conditional_t<kDrops, KeptElements<kQueries, RowTokens::keys>, All>;
   // Returns those of a tile of queries, or, where it `finds` none, unset ones.
   template <bool finds>
-  __device__ Kept kept_of(const KeyBlockInfo& w, const Factors& f, int head, int first_row, int query) const {
+  __device__ Kept kept_of(const KeyBlockInfo& w, int head, int first_row, int query) const {
     Kept kept;
-    if constexpr (kDrops && finds)
-      kept.find(dropout_stream(f.seed, f.sequence, w.kv_head * (a.heads / a.kv_heads) + head), a.dropout.dropped,
+    if constexpr (kDrops && finds) {
+      const int sequence = a.k_blocks.cu_seqlens ? w.k.index : w.batch;
+      kept.find(a.dropout.stream(sequence, w.kv_head * (a.heads / a.kv_heads) + head), a.dropout.dropped,
                 w.first_key + first_row + fragment_row(), query);
+    }
     return kept;
   }
   // Converts P for the product with do.
@@ -187,7 +180,7 @@ struct Backward {
   __device__ void put_ds(const Operand<T, kQueries>& ds, int warpgroup, unsigned n, int offset);
   __device__ Target pass_first(int warpgroup, unsigned n, float dq_sums_scale, int offset);
   template <bool kUsual>
-  __device__ void compute(int warpgroup, const KeyBlockInfo& w, const Factors& f, int key_stage, bool sent,
+  __device__ void compute(int warpgroup, const KeyBlockInfo& w, const BlockFactors& f, int key_stage, bool sent,
                           unsigned& n);
 };
 

@@ -137,7 +137,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::consume(int warpgrou
     if (!w.valid()) break;
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);
-    const Factors& f = shared.factors[slot];
+    const BlockFactors& f = shared.factors[slot];
     if (sums == Sums::integers || (bins == Bins::first && f.usual))
       compute<true>(warpgroup, w, f, key_stage, sent, n);
     else
@@ -153,7 +153,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::consume(int warpgrou
 template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 template <bool kUsual>
 __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgroup, const KeyBlockInfo& w,
-                                                                    const Factors& f, int key_stage, bool sent,
+                                                                    const BlockFactors& f, int key_stage, bool sent,
                                                                     unsigned& n) {
   const int first_row = warpgroup * kWarpgroupRows, iterations = f.iterations;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
@@ -189,9 +189,6 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     if constexpr (kByHead) head = next_head(head);
     if (left) wait_q(n);
   }
-  Kept kept;
-  if constexpr (kKeptAhead)
-    if (left) wait_q(n), kept = kept_of<true>(w, f, head, first_row, shared.rows[n % kStages].first);
   for (; left; --left, ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
@@ -203,7 +200,6 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_fence();
     mma_ABt(s, k, first_row, q, false);
     ptx::wgmma_commit();
-    if constexpr (kDrops && kEarlyKept) kept = kept_of<true>(w, f, head, first_row, rows.first);
     shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
     ptx::wgmma_fence();
     mma_ABt(dp, v, first_row, do_, false);
@@ -212,6 +208,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
       ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
     else if (sent)
       release_sent(key_stage ^ 1, (n - 1) % kDsStages);
+    Kept kept = kept_of<kEarlyKept>(w, head, first_row, rows.first);  // beside the products
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
@@ -223,7 +220,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
     if (kSendsFromDs && left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
-    if constexpr (!kEarlyKept && !kKeptAhead) kept = kept_of<true>(w, f, head, first_row, rows.first);
+    if constexpr (!kEarlyKept) kept = kept_of<true>(w, head, first_row, rows.first);
     if constexpr (kDrops) drop(dp, kept);
     columns.read(rows.delta);
     const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);
@@ -246,12 +243,6 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_fence();
     mma_AB(dk, ds, q);
     ptx::wgmma_commit();
-    if constexpr (kKeptAhead)
-      if (left > 1) {
-        wait_q(n + 1);
-        kept = kept_of<true>(w, f, next_head(head), first_row, shared.rows[(n + 1) % kStages].first);
-        wait_q(n + 1);  // a branch: else ptxas would put what is above behind the wait for the products
-      }
     // Release do; add dq to its sums.
     ptx::wgmma_wait<1>();
     ptx::fence_operand(dv.x);

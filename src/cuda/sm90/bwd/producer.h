@@ -109,7 +109,7 @@ template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 __device__ inline void Backward<T, Dim, sums, bins, extra>::set_factors(int slot) {
   const auto power_of_two = [](int exponent) { return exp2f(static_cast<float>(exponent)); };
   const KeyBlockInfo& w = shared.key_block[slot];
-  Factors& f = shared.factors[slot];
+  BlockFactors& f = shared.factors[slot];
   const Exponents& e = scheduler.exponents(w);
   const KeyExponents& of_keys = w.exponents;
   f.usual = sums == Sums::integers || (bins == Bins::first && of_keys.k == e.k && of_keys.ds == 0);
@@ -121,11 +121,6 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::set_factors(int slot
   f.dv = WideFactor::of(kept_scale, -e.p - e.do_);
   f.dk = WideFactor::of(a.scale, of_keys.ds - e.p - e.product - e.do_ - e.v - e.q);
   const int group = a.heads / a.kv_heads;
-  if constexpr (kDrops) {
-    const int sequence = a.k_blocks.cu_seqlens ? w.k.index : w.batch;
-    f.sequence = a.dropout.shared ? sequence : 0;
-    for (int i = 0; i < 4; ++i) f.seed[i] = a.dropout.seed[sequence * a.dropout.stride + i];
-  }
   f.iterations = group * w.tiles.count();
   f.passes_first = a.mask.windowed && f.iterations &&
                    (w.tiles.first + 1) * kQueries - 1 + a.mask.shift(w.q.tokens, w.k.tokens) + a.mask.right <

@@ -105,13 +105,6 @@ struct ForwardTile<WithFewKeys<Precision>, Dims80> : FewKeysTile<Precision> {};
 template <class Precision>
 struct ForwardTile<WithFewKeys<Precision>, Dims128> : FewKeysTile<Precision> {};
 
-// Which elements dropout keeps is found beside the products, for which three warpgroups have no registers.
-template <class Precision>
-struct ForwardTile<WithDropout<Precision>, Dims64> : TwoWarpgroups {
-  static constexpr int kKeys = 128, kStages = 2, kQStages = 2;
-  static constexpr bool kPingPong = true;
-};
-
 // Quantized q and k take half the bytes, and each logit takes more instructions.
 template <>
 struct ForwardTile<PrecisionInt8F16, Dims64> : ThreeWarpgroups {

@@ -96,10 +96,7 @@ struct Forward {
   struct Slope {
     float slope;  // of ALiBi, in base 2
   };
-  struct Stream {
-    DropoutStream dropout;  // of the head, as a warp would wait for global memory in each tile
-  };
-  struct Block : std::conditional_t<kAlibi, Slope, std::conditional_t<kDrops, Stream, NoSlope>> {
+  struct Block : std::conditional_t<kAlibi, Slope, NoSlope> {
     TileInfo q_tile;
     SeenTiles tiles, warpgroup_tiles[Tile::kWarpgroups];
   };
@@ -291,19 +288,18 @@ struct Forward {
   using Kept = std::conditional_t<kDrops, KeptElements<kKeys, RowTokens::queries>, All>;
   // Returns those of a tile, or, where it `finds` none, unset ones.
   template <bool finds>
-  __device__ Kept kept_of(const Rows& rows, const Positions& at, int tile) const {
+  __device__ Kept kept_of(const Rows& rows, int tile) const {
     Kept kept;
     if constexpr (kDrops && finds)
-      kept.find(shared.block[at.q.stage].dropout, a.dropout.dropped, rows.query, tile * kKeys);
+      kept.find(a.dropout.stream(rows.q_tile.sequence, rows.q_tile.head), a.dropout.dropped, rows.query, tile * kKeys);
     return kept;
   }
   // Converts P for the product with v, and drops what dropout drops.
   template <class Logits>
-  __device__ void convert_p(const Rows& rows, const Positions& at, int tile, const Logits& x, const Kept& kept,
-                            P& p) const {
+  __device__ void convert_p(const Rows& rows, int tile, const Logits& x, const Kept& kept, P& p) const {
     convert(x, p);
     if constexpr (kDrops && kEarlyKept) drop(p, kept);
-    if constexpr (kDrops && !kEarlyKept) drop(p, kept_of<true>(rows, at, tile));
+    if constexpr (kDrops && !kEarlyKept) drop(p, kept_of<true>(rows, tile));
   }
 
   // The verbs of the mainloop. Products are issued without waiting for them. `stage`: of k.

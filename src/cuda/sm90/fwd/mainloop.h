@@ -121,7 +121,7 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   if constexpr (kAlibi) alibi_tile(at, rows.query, rows.tiles.last - 1).add(x, rows.ranges);
   mask(rows, x, rows.tiles.last - 1);
   rows.softmax.template exp_update_max<Precision::kPExponent>(x);
-  convert_p(rows, at, rows.tiles.last - 1, x, kept_of<kEarlyKept>(rows, at, rows.tiles.last - 1), p);
+  convert_p(rows, rows.tiles.last - 1, x, kept_of<kEarlyKept>(rows, rows.tiles.last - 1), p);
 }
 
 // Turns the logits of a tile, or with ALiBi its products, into P over the stale maximum, and returns their sums.
@@ -229,9 +229,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         wait_v(at);
         multiply_pv(at, p, o);
         ping_pong_arrive(warpgroup);
-        const Kept kept = kept_of<kEarlyKept>(rows, at, tile);  // beside the products
-        // This wait is over, but it is a branch: else ptxas would put what is above behind the wait for the products.
-        if constexpr (kDrops && kEarlyKept) wait_k(at);
+        const Kept kept = kept_of<kEarlyKept>(rows, tile);  // beside the products
         // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
@@ -272,7 +270,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         }
         // Release v; convert p for the next p v.
         release_v(at);
-        convert_p(rows, at, tile, x, kept, p);
+        convert_p(rows, tile, x, kept, p);
       }
       // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};

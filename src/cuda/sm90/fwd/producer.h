@@ -21,7 +21,6 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       return;
     }
     if constexpr (kAlibi) block.slope = slope_log2(a.slopes.at(next.sequence, next.head));
-    if constexpr (kDrops) block.dropout = a.dropout.stream(next.sequence, next.head);
     const TileInfo& q_tile = block.q_tile;
     const int kv_head = q_tile.head / a.group;
     const int k_first = first_key_of(q_tile);
