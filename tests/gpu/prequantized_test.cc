@@ -104,6 +104,7 @@ TEST_P(GpuPrequantized, errs_as_the_cpu_does) {
   };
   const Buffer cu_q = x.packed ? packing(c.cu_seqlens_q) : Buffer(),
                cu_k = x.packed ? packing(c.cu_seqlens_k) : Buffer();
+  std::string explained;
   const auto answer = [&](const SolverOfCodes& solver, Precision precision) {
     const Buffer o(DType::f32, c.o_shape()), lse(DType::f32, c.lse_shape());
     std::optional<CodesArgument> of_q, of_k, of_v;
@@ -119,15 +120,19 @@ TEST_P(GpuPrequantized, errs_as_the_cpu_does) {
                       .lse = solver.at(lse)};
     if (in.mask.present()) arguments.extras.mask = solver.at(mask);
     if (x.packed) arguments.extras.cu_seqlens_q = solver.at(cu_q), arguments.extras.cu_seqlens_k = solver.at(cu_k);
-    solver.solve(attention_of(c, precision, solver.backend), arguments);
+    const Attention attention = attention_of(c, precision, solver.backend);
+    if (solver.place) explained = explain(attention, arguments);
+    solver.solve(attention, arguments);
     return std::pair{o.values(), lse.values()};
   };
   const auto [o, lse] = answer(sm80(), x.precision);
   const auto [cpu_o, cpu_lse] = answer({"cpu"}, x.precision);
   const auto [exact_o, exact_lse] = answer({"reference"}, Precision::f64);
   const Difference got = difference(o, exact_o), want = difference(cpu_o, exact_o);
-  EXPECT_LE(got.rms, 2 * want.rms + 0x1p-22 * want.norm) << text(got);
-  EXPECT_LE(got.largest, 2 * want.largest + 0x1p-20 * largest(exact_o)) << text(got);
+  // Sums in f16 are rounded four times in a tile of keys, each time by up to half a unit.
+  const double unit = explained.find("P v summed in f16") != std::string::npos ? 0x1p-11 : 0.0;
+  EXPECT_LE(got.rms, 2 * want.rms + (0x1p-22 + unit) * want.norm) << text(got);
+  EXPECT_LE(got.largest, 2 * want.largest + 0x1p-20 * largest(exact_o) + 4 * unit * largest(in.v)) << text(got);
   // Logits of codes are exact, but for float32 arithmetic.
   const Difference got_lse = difference(lse, exact_lse), want_lse = difference(cpu_lse, exact_lse);
   EXPECT_LE(got_lse.largest, 2 * want_lse.largest + 0x1p-19 * largest(exact_lse)) << text(got_lse);
