@@ -178,6 +178,21 @@ const std::vector<Case>& gpu_cases() {
                     .dtype = DType::bf16,
                     .out_dtype = DType::bf16,
                     .dlse = true});
+    // Cross-attention over a text: Hopper has kernels of a single, ragged tile of keys at these head dims.
+    for (const auto& [name, dim, dim_v] : {std::tuple{"text_64", 64, 40}, {"text_80", 80, 72}, {"text_128", 128, 128}})
+      list.push_back({.name = name,
+                      .batch = 2,
+                      .heads = 4,
+                      .kv_heads = 2,
+                      .tokens_q = 410,
+                      .tokens_k = 77,
+                      .dim = dim,
+                      .dim_v = dim_v,
+                      .dtype = DType::bf16,
+                      .out_dtype = DType::bf16,
+                      .layout = Layout::bthd,
+                      .kv_layout = Layout::bthd,
+                      .sinks = Sinks::shared});
     return list;
   }();
   return all;
