@@ -68,7 +68,7 @@ __device__ void summarize_rows(unsigned block, unsigned blocks, const MaskRows& 
 template <class T>
 __global__ void __launch_bounds__(kListThreads)
     mask_summary_kernel(const __grid_constant__ MaskRows t, const DistinctRows distinct, const Mask mask, int n, int m,
-                        const TokenFlags seen_queries, unsigned key_blocks, const Rows rows,
+                        const TokenFlags seen_queries, unsigned key_blocks, const SeeingRows rows,
                         const TokenFlags seen_keys) {
   static_assert(kListThreads == kThreads);
   if (blockIdx.x < key_blocks)
@@ -140,7 +140,7 @@ void MaskSummary::preprocess(cudaStream_t stream) const {
   const auto queries = static_cast<int>(p_.tokens_q), keys = static_cast<int>(p_.tokens_k);
   const DistinctRows distinct = distinct_rows(p_);
   // Queries that the mask does not tell apart count once.
-  const Rows rows{distinct.queries, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1};
+  const SeeingRows rows{distinct.queries, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1};
   const unsigned key_blocks = seen_keys_.data ? key_list_blocks(seen_keys_, keys) : 0;
   const unsigned row_blocks = rows_.biases || seen_queries_.data ? blocks_for(distinct.count(), kWarps) : 0;
   const auto launch = [&](const auto& kernel) {

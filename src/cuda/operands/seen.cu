@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 __global__ void __launch_bounds__(kListThreads)
-    list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const Rows rows,
+    list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const SeeingRows rows,
                      const TokenFlags seen, int* counts) {
   with_mask_type(t.element, [&](auto* type) {
     list_keys_of_block<std::remove_pointer_t<decltype(type)>>(blockIdx.x, t, mask, n, m, rows, seen, counts);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
 void list_keys(const Problem& p, const TokenFlags& seen, int group, int* counts, cudaStream_t stream) {
   const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
   // Queries that the mask does not tell apart count once.
-  const Rows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
+  const SeeingRows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
   list_keys_kernel<<<key_list_blocks(seen, keys), kListThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys,
                                                                              rows, seen, counts);
   check(cudaGetLastError(), "list_keys_kernel");

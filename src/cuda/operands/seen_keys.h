@@ -10,8 +10,8 @@ namespace octet::cuda {
 constexpr int kListThreads = 256, kListWarps = kListThreads / 32;
 constexpr int kListedKeys = 32;  // of a thread block
 
-// The rows of a mask that differ: of queries, and of the heads that share a head of k and v.
-struct Rows {
+// The rows of a mask that may see a key: the queries that differ, and the heads that share a head of k and v.
+struct SeeingRows {
   int queries, heads;
 };
 
@@ -24,7 +24,7 @@ inline unsigned key_list_blocks(const TokenFlags& seen, int64_t keys) {
 // are seen. Where `counts` is not null, it is added to counts[batch, head] how many are. `block`: of key_list_blocks.
 template <class T>
 __device__ void list_keys_of_block(unsigned block, const MaskTensor& t, const Mask& mask, int n, int m,
-                                   const Rows& rows, const TokenFlags& seen, int* counts) {
+                                   const SeeingRows& rows, const TokenFlags& seen, int* counts) {
   constexpr int kAtOnce = 8;  // queries of a warp
   __shared__ unsigned found;  // a bit for each key
   if (threadIdx.x == 0) found = 0;
