@@ -162,7 +162,7 @@ TEST(GpuF16Sums, differ_from_float32_sums_by_their_roundings) {
   EXPECT_GT(compared, 0);
 }
 
-// What is one number in all keys comes back to within the roundings of four sums, whatever P are.
+// If all keys have the same v, o is that v to within the roundings of four sums, whatever P are.
 void expect_constant(const Case& c, const Inputs& in, double v, const std::string& what) {
   const Outputs got = run_on_gpu(c, in);
   for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {

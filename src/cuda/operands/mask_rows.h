@@ -28,16 +28,16 @@ struct MaskRows {
   }
 };
 
-// What one launch finds of a mask tensor that is not f32: the row biases, the keys that some query sees, and the
-// queries that see some key. Tokens that a mask hides from all others may hold anything, and do not count in
-// statistics.
+// Finds by one launch, of a mask tensor that is not f32, the row biases, the keys that some query sees, and the queries
+// that see some key. The other keys and queries may hold anything, and do not count in statistics.
 class MaskSummary {
  public:
   enum class Seen { none, keys, keys_and_queries };
   MaskSummary(const Problem& p, Seen seen, WorkspaceAllocator& workspace);
   void preprocess(cudaStream_t stream) const;
   const MaskRows& rows() const { return rows_; }
-  // Of the heads of k and of q; without data where they are not wanted, or there is no mask tensor.
+  // The flags of keys belong to heads of k, those of queries to heads of q. Both lack data if there is no mask tensor
+  // or the caller does not ask for them.
   const TokenFlags& seen_keys() const { return seen_keys_; }
   const TokenFlags& seen_queries() const { return seen_queries_; }
 

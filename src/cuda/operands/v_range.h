@@ -11,7 +11,8 @@ struct VRange {
   // All of f16, where products are summed in float32: infinite is what f16 does not hold.
   int top = 15, margin = 2, typical = -11, limit = 16;
 };
-// Where at most 64 products of P and v are summed in f16, whose numbers below 2^-14 are 2^-24 apart.
+// The range of v for kernels that sum at most 64 products of P and v in f16. Numbers of f16 below 2^-14 are 2^-24
+// apart.
 constexpr VRange kRangeOfF16Sums{.top = 7, .margin = 1, .typical = -15, .limit = 7};
 
 }  // namespace octet::cuda

@@ -88,7 +88,7 @@ constexpr Row kRows[] = {row<PrecisionF32>(kF32),
 constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, TileRows::pages>, nullptr,
                               forward_kernel_of<PrecisionCodes, Logits::general, TileRows::pages>};
 
-// Of plain logits, where P v is summed in f16.
+// These kernels sum P v in f16. They take plain logits.
 constexpr KernelOf kOfF16Sums = forward_kernel_of<PrecisionInt8F16Sums, Logits::plain, TileRows::queries>;
 
 // Returns whether P v is summed in f16 where kernels can: as OCTET_F16_SUMS in the environment says, else where that is
