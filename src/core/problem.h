@@ -58,6 +58,9 @@ struct Problem {
   View q, k, v, mask, sinks, alibi_slopes, dropout_seed, cu_seqlens_q,
       cu_seqlens_k;  // by head or sequence: stride 0 where shared
   View seqused_k, block_table;
+  // i32 [1, 1, sequence, key]: of keys that a backend has packed, the places among all keys, by which dropout counts
+  // them (cuda/operands/key_mask.h); else absent
+  View key_places;
   View o, o_residual, lse, do_, dlse, dq, dk, dv, dsinks, dmask, tq, tk, tv, tsinks, to, tlse;
   int64_t max_seqlen_q, max_seqlen_k;
 

@@ -103,7 +103,7 @@ const std::vector<Case>& gpu_cases() {
     Case dropout = wide;
     dropout.name = "wide_heads_dropout", dropout.dropout_p = .3;
     list.push_back(dropout);
-    // Without dropout its seen keys would be copied side by side.
+    // Without dropout sm80 too would copy its seen keys side by side.
     list.push_back({.name = "padding_dropout",
                     .batch = 2,
                     .heads = 2,
@@ -193,6 +193,27 @@ const std::vector<Case>& gpu_cases() {
                       .layout = Layout::bthd,
                       .kv_layout = Layout::bthd,
                       .sinks = Sinks::shared});
+    // Dropout counts keys by their places, and Hopper's kernels have packed the seen ones.
+    for (const auto& [name, mask, dim] : {std::tuple{"padding_places", MaskTensor::padding, 128},
+                                          {"left_padding_places", MaskTensor::left_padding, 64},
+                                          {"keys_places", MaskTensor::keys, 64}})
+      list.push_back({.name = name,
+                      .batch = 3,
+                      .heads = 4,
+                      .kv_heads = 2,
+                      .tokens_q = 140,
+                      .tokens_k = 423,
+                      .dim = dim,
+                      .dim_v = dim - 8,
+                      .mask = mask,
+                      .dtype = DType::bf16,
+                      .out_dtype = DType::bf16,
+                      .layout = Layout::bthd,
+                      .kv_layout = Layout::bthd,
+                      .sinks = Sinks::shared,
+                      .dlse = true,
+                      .dropout_p = .2,
+                      .seeds = mask == MaskTensor::padding ? Seeds::shared : Seeds::each});
     return list;
   }();
   return all;

@@ -46,16 +46,16 @@ inline int64_t gpu_most_dim(Precision precision, Pass pass = Pass::forward) {
 inline bool gpu_has_general_logits() { return tests_sm80(); }
 // Whether the backend computes a case whose mask tensor has this type and shape, if it computes ALiBi in the call. Each
 // computes key masks, bool tensors that are the same for all heads and queries, if no window, slope or sink belongs to
-// a place or to a batch element. Of other masks sm90 takes bool ones, and in 16 bits those of the type of q, or in the
-// backward pass of any type of 16 bits; its jvp takes none.
+// a place or to a batch element. Of other masks sm90 takes, without dropout, bool ones, and in 16 bits those of the
+// type of q, or in the backward pass of any type of 16 bits; its jvp takes none.
 inline bool gpu_takes_logits(const Case& c, Pass pass, const Attention& attention, DType mask, const Shape& shape) {
   if (gpu_has_general_logits()) return true;
   if (c.softcap != 0) return false;
   if (mask == DType::none) return true;
-  if (c.alibi != Alibi::none || c.dropout_p != 0) return false;
+  if (c.alibi != Alibi::none) return false;
   const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
   if (of_keys && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1)) return true;
-  if (pass == Pass::jvp) return false;
+  if (pass == Pass::jvp || c.dropout_p != 0) return false;
   const bool forward = pass == Pass::forward, f16 = attention.precision == Precision::f16;
   if (!f16 && attention.precision != Precision::bf16) return false;
   if (forward ? attention.bias_correction == BiasCorrection::beta : attention.deterministic) return false;
@@ -82,8 +82,7 @@ inline bool gpu_takes_extras(const Case& c, Pass pass, const Attention& attentio
   const bool alibi = c.alibi != Alibi::none, drops = c.dropout_p != 0;
   if (drops && !gpu_has_dropout(attention.precision, pass)) return false;
   return !(alibi || drops) || tests_sm80() ||
-         (!(alibi && drops) && !(drops && c.mask != MaskTensor::none) &&
-          gpu_takes_alibi(pass, attention, std::max(c.dim, c.dim_v)));
+         (!(alibi && drops) && gpu_takes_alibi(pass, attention, std::max(c.dim, c.dim_v)));
 }
 // Whether the backend gives the gradient of a mask that is added to the logits.
 inline bool gpu_gives_dmask(Precision precision) {

@@ -213,7 +213,8 @@ std::vector<Rejected> rejected_by_sm90() {
     };
     with_key_mask("alibi_slopes").alibi = true;
     add(of_pass, "it has no softcap").attention.softcap = 2.f;
-    with_key_mask("dropout").attention.dropout_p = .1;
+    Asked& dropped_mask = add(of_pass, "it takes no mask tensors but key masks together with dropout");
+    dropped_mask.mask = DType::boolean, dropped_mask.attention.dropout_p = .1;
     Asked& wide_dropout = add(of_pass, "it has no dropout for head dim 160; it has: up to 128");
     wide_dropout.attention.dropout_p = .1, wide_dropout.dim = 160;
     Asked& both = add(of_pass, "it has no dropout together with alibi_slopes");

@@ -18,10 +18,10 @@ template <class Enum>
 using Words = std::vector<std::pair<const char*, Enum>>;
 
 const Words<Alignment> kAlignments = {{"top_left", Alignment::top_left}, {"bottom_right", Alignment::bottom_right}};
-const Words<MaskTensor> kMasks = {{"keys", MaskTensor::keys},         {"padding", MaskTensor::padding},
-                                  {"heads", MaskTensor::heads},       {"blind", MaskTensor::blind},
-                                  {"bias_f32", MaskTensor::bias_f32}, {"bias_bf16", MaskTensor::bias_bf16},
-                                  {"blocks", MaskTensor::blocks},     {"bias_blocks", MaskTensor::bias_blocks}};
+const Words<MaskTensor> kMasks = {
+    {"keys", MaskTensor::keys},           {"padding", MaskTensor::padding}, {"left_padding", MaskTensor::left_padding},
+    {"heads", MaskTensor::heads},         {"blind", MaskTensor::blind},     {"bias_f32", MaskTensor::bias_f32},
+    {"bias_bf16", MaskTensor::bias_bf16}, {"blocks", MaskTensor::blocks},   {"bias_blocks", MaskTensor::bias_blocks}};
 const Words<DType> kDTypes = {{"f32", DType::f32}, {"f16", DType::f16}, {"bf16", DType::bf16}, {"e4m3", DType::e4m3}};
 const Words<DType> kOutDTypes = {{"f32", DType::f32}, {"f16", DType::f16}, {"bf16", DType::bf16}};
 const Words<Layout> kLayouts = {

@@ -50,6 +50,7 @@ Values draw_mask(const Case& c, uint64_t seed) {
       shape = {1, 1, 1, full[3]};
       break;
     case MaskTensor::padding:
+    case MaskTensor::left_padding:
       shape = {full[0], 1, 1, full[3]};
       break;
     case MaskTensor::heads:
@@ -78,6 +79,7 @@ Values draw_mask(const Case& c, uint64_t seed) {
       x = added ? 0.0 : 1.0;
     if (c.mask == MaskTensor::blind && t % 7 == 3) x = 0.0;
     if (c.mask == MaskTensor::padding) x = s < (b == 2 ? 0 : full[3] - 1 - (b + 1) * full[3] / 5);
+    if (c.mask == MaskTensor::left_padding) x = s >= (b + 1) * full[3] / 5;
   });
   return mask;
 }

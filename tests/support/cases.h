@@ -18,12 +18,13 @@ std::vector<Precision> precisions_of(Pass);
 
 enum class MaskTensor {
   none,
-  keys,       // bool [1 1 1 m]
-  padding,    // bool [b 1 1 m]: the last keys of each batch element; all of the third one
-  heads,      // bool [b 1 n m]: one per batch element
-  blind,      // bool [b h n m]: some queries see no key
-  bias_f32,   // f32 [1 h n m] added to the logits, a third of it -inf
-  bias_bf16,  // bf16 [b 1 n m]
+  keys,          // bool [1 1 1 m]
+  padding,       // bool [b 1 1 m]: the last keys of each batch element; all of the third one
+  left_padding,  // bool [b 1 1 m]: the first keys of each batch element
+  heads,         // bool [b 1 n m]: one per batch element
+  blind,         // bool [b h n m]: some queries see no key
+  bias_f32,      // f32 [1 h n m] added to the logits, a third of it -inf
+  bias_bf16,     // bf16 [b 1 n m]
   // The same in blocks of 64 queries and 128 keys, of which some are hidden, some are 0, and some as above; the second
   // 64 queries of each batch element but the first see no key.
   blocks,      // bool [b 1 n m]

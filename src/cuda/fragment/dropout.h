@@ -12,19 +12,39 @@
 
 namespace octet::cuda {
 
+constexpr int kDropoutBlock = 16, kGroupsOfBlock = kDropoutBlock / 4;  // tokens; groups of these
+
+// The places of the keys of a sequence among all keys of a batch element, by which dropout counts packed keys
+// (operands/key_mask.h). Where a block of them was no block of all keys, their places' complements are stored.
+struct KeyPlaces {
+  const int* places;  // null: each key is in its own place
+
+  __device__ int of(int key) const {
+    const int place = places ? places[key] : key;
+    return place < 0 ? ~place : place;
+  }
+  // Returns the first group of a block of keys, or a negative number where they were no block.
+  __device__ int first_group(int block) const {
+    return places ? places[kDropoutBlock * block] >> 2 : kGroupsOfBlock * block;
+  }
+};
+
 // Dropout of a problem, as kernels read it.
 struct Dropout {
-  const int32_t* seed;  // seed and offset; null: there is no dropout
-  int64_t stride;       // numbers between those of two sequences
-  bool shared;          // true: all sequences have the same, and numbers of their own
-  uint32_t dropped;     // the probability times kDropoutOne
-  float scale;          // of elements that are kept; without dropout 1
+  const int32_t* seed;    // seed and offset; null: there is no dropout
+  int64_t stride;         // numbers between those of two sequences
+  bool shared;            // true: all sequences have the same, and numbers of their own
+  uint32_t dropped;       // the probability times kDropoutOne
+  float scale;            // of elements that are kept; without dropout 1
+  const int* places;      // those of KeyPlaces, by sequence
+  int64_t places_stride;  // places between those of two sequences
 
   __device__ DropoutStream stream(int sequence, int head) const {
     return dropout_stream(seed + sequence * stride, shared ? sequence : 0, head);
   }
+  __device__ KeyPlaces places_of(int sequence) const { return {places ? places + sequence * places_stride : nullptr}; }
   __device__ bool drops(int sequence, int head, int query, int key) const {
-    return seed && is_dropped(stream(sequence, head), dropped, query, key);
+    return seed && is_dropped(stream(sequence, head), dropped, query, places_of(sequence).of(key));
   }
 };
 
@@ -38,14 +58,37 @@ template <int Columns, RowTokens rows>
 class KeptElements {
  public:
   static_assert(Columns % 16 == 0);
-  __device__ void find(const DropoutStream& stream, uint32_t dropped, int row, int column) {
-    const bool odd = row % 2;
+  __device__ void find(const DropoutStream& stream, uint32_t dropped, int row, int column,
+                       const KeyPlaces& places = {}) {
+    // opaque() stops hoisting: what follows would take registers from tile to tile.
+    const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x));
+    const int of_row = static_cast<unsigned>(row) % 8 / 2, of_column = thread % 4, row_block = row / kDropoutBlock;
+    const int column_block = column / kDropoutBlock + row % 2;
+    const auto block_of = [&](int i) { return column_block + (has_pair(i) ? 2 * i : 2 * i - row % 2); };
+    const auto keys_of = [&](int i) { return places.first_group(kKeyRows ? row_block : block_of(i)); };
+    const auto queries_of = [&](int i) { return kGroupsOfBlock * (kKeyRows ? block_of(i) : row_block); };
+    uint32_t own[kWords];
+    bool scattered = false;
 #pragma unroll
-    for (int group = 0; group < kGroups; group += 2) {
-      const bool pair = group + 1 < kGroups;
-      const uint32_t own = group_bits(stream, dropped, row, column + 16 * (group + (pair && odd)));
-      const uint32_t other = pair ? __shfl_xor_sync(~0u, own, 4) : own;
-      bits_[group / 2] = __byte_perm(own, other, odd ? 0x3276 : 0x5410);
+    for (int i = 0; i < kWords; ++i) {
+      const int keys = keys_of(i), queries = queries_of(i);
+      scattered |= keys < 0;
+      own[i] = group_bits(stream, dropped, queries + (kKeyRows ? of_column : of_row),
+                          keys + (kKeyRows ? of_row : of_column));
+    }
+    if (places.places && scattered) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        if (keys_of(i) < 0)
+          own[i] = kKeyRows ? scattered_bits(stream, dropped, queries_of(i) + of_column,
+                                             kDropoutBlock * row_block + 2 * of_row, places)
+                            : scattered_bits(stream, dropped, queries_of(i) + of_row,
+                                             kDropoutBlock * block_of(i) + 2 * of_column, places);
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t other = has_pair(i) ? __shfl_xor_sync(~0u, own[i], 4) : own[i];
+      bits_[i] = __byte_perm(own[i], other, row % 2 ? 0x3276 : 0x5410);
     }
   }
 
@@ -55,11 +98,13 @@ class KeptElements {
   __device__ uint32_t pair_mask(int i) const { return spread(i, 0x11 * (8 + byte_of(i)) + 0x1100 * (9 + byte_of(i))); }
 
  private:
-  static constexpr int kGroups = Columns / 16;
+  static constexpr bool kKeyRows = rows == RowTokens::keys;
+  static constexpr int kGroups = Columns / 16, kWords = (kGroups + 1) / 2;
   // A word for each two groups, with the first one in its lower half. Byte c of a half has the elements of column c of
   // each pair of columns; bit 7 - w of that byte tells whether the element of word w is kept.
-  uint32_t bits_[(kGroups + 1) / 2];
+  uint32_t bits_[kWords];
 
+  static __device__ constexpr bool has_pair(int word) { return 2 * word + 1 < kGroups; }
   static __device__ int byte_of(int i) { return i / 8 % 2 * 2 + i % 2; }
   // Returns four bytes of ones or zeros; each hexadecimal digit of `selector` is 8, for the sign of a byte
   // in the place of the byte, plus the number of the byte that tells which.
@@ -69,20 +114,38 @@ class KeptElements {
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(bits_[i / 16] << word), "r"(selector));
     return bytes;
   }
-  // Returns the elements of a group, those of the even row in the lower half.
-  static __device__ uint32_t group_bits(const DropoutStream& stream, uint32_t dropped, int row, int column) {
-    const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    const uint32_t of_row = dropout_group(static_cast<unsigned>(row)),
-                   of_column = dropout_group(static_cast<unsigned>(column) + thread % 4 * 2);
-    const PhiloxWords counter = rows == RowTokens::queries ? dropout_counter(stream, of_row, of_column)
-                                                           : dropout_counter(stream, of_column, of_row);
-    const PhiloxWords words = philox(stream.key0, stream.key1, counter);
+  // Returns the elements of a group, those of the even row in the lower half. The group is that of some queries and of
+  // some keys.
+  static __device__ uint32_t group_bits(const DropoutStream& stream, uint32_t dropped, uint32_t queries,
+                                        uint32_t keys) {
+    const PhiloxWords words = philox(stream.key0, stream.key1, dropout_counter(stream, queries, keys));
     const uint32_t addend = dropout_addend(words, dropped);
     uint32_t kept = 0;
 #pragma unroll
     for (int word = 0; word < 4; ++word) kept |= dropout_kept(words.word[word], addend) >> word;
-    return rows == RowTokens::queries ? kept : __byte_perm(kept, 0, 0x3120);
+    return by_rows(kept);
   }
+  // The same for packed keys of different groups: the first of the four is `key`.
+  static __device__ uint32_t scattered_bits(const DropoutStream& stream, uint32_t dropped, uint32_t queries, int key,
+                                            const KeyPlaces& places) {
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const bool next = i % 2, right = i / 2;
+      const int place = places.of(key + next + 8 * right);
+      const PhiloxWords words = philox(stream.key0, stream.key1,
+                                       dropout_counter(stream, queries, dropout_group(static_cast<unsigned>(place))));
+      const uint32_t addend = dropout_addend(words, dropped);
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        const uint32_t word = words.word[2 * below + 0], right_word = words.word[2 * below + 1];
+        const uint32_t both = dropout_kept(place / 8 % 2 ? right_word : word, addend) >> place % 2 * 8 & 0x00800080;
+        kept |= both << next * 8 >> (2 * below + right);
+      }
+    }
+    return by_rows(kept);
+  }
+  static __device__ uint32_t by_rows(uint32_t kept) { return kKeyRows ? __byte_perm(kept, 0, 0x3120) : kept; }
 };
 
 // Sets the elements that are not kept to 0.

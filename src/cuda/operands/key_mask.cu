@@ -16,12 +16,31 @@ namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMostTileKeys = 256;  // of any kernel that reads packed keys with dropout
 
-// Lists the keys of row blockIdx.x of a mask: each warp has a run of whole words of 32 keys.
+// The keys of the rows of a mask.
+struct KeyList {
+  int* ranks;         // [row, key]: the place of a seen key among the packed ones, -1: hidden
+  int* counts;        // [row]
+  int* places;        // [row, places_stride]: by ranks, as KeyPlaces has them; null: not needed
+  int places_stride;  // at least the keys and those of a tile that begins with the last
+};
+
+// Returns the bits of 32 keys that belong to blocks of 16 of which all are seen.
+__device__ unsigned whole_blocks(unsigned seen) {
+  return ((seen & 0xffff) == 0xffff ? 0xffff : 0) | (seen >> 16 == 0xffff ? 0xffff0000 : 0);
+}
+
+// Lists the keys of row blockIdx.x of a mask: each warp has a run of whole words of 32 keys. The blocks of 16 keys that
+// are seen whole come first, so that packed keys lie in blocks that were blocks before, as dropout needs them.
 constexpr int kListThreads = 1024, kListWarps = kListThreads / 32;
-__global__ void __launch_bounds__(kListThreads) list_kernel(const unsigned char* mask, int64_t batch_stride,
-                                                            int64_t key_stride, int keys, int* ranks, int* counts) {
-  __shared__ int seen_by_warp[kListWarps];
+__global__ void __launch_bounds__(kListThreads)
+    list_kernel(const unsigned char* mask, int64_t batch_stride, int64_t key_stride, int keys, const KeyList list) {
+  // Of the keys of a warp: how many are in whole blocks, how many are not, and the first and the last of these.
+  struct Found {
+    int whole, rest, first_of_rest, last_of_rest;
+  };
+  __shared__ Found found_by_warp[kListWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int words = (keys + 31) / 32, of_warp = (words + kListWarps - 1) / kListWarps;
   const int first = min(warp * of_warp, words), last = min(first + of_warp, words);
@@ -30,22 +49,48 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const unsigned char*
     const int key = word * 32 + lane;
     return __ballot_sync(~0u, key < keys && row[key * key_stride] != 0);
   };
-  int seen = 0;
-#pragma unroll 4
-  for (int word = first; word < last; ++word) seen += __popc(seen_keys(word));
-  if (lane == 0) seen_by_warp[warp] = seen;
-  __syncthreads();
-  int before = 0;
-  for (int other = 0; other < warp; ++other) before += seen_by_warp[other];
+  Found found{0, 0, keys, -1};
 #pragma unroll 4
   for (int word = first; word < last; ++word) {
-    const unsigned bits = seen_keys(word);
-    const int key = word * 32 + lane;
-    if (key < keys)
-      ranks[int64_t{blockIdx.x} * keys + key] = bits >> lane & 1 ? before + __popc(bits & ((1u << lane) - 1)) : -1;
-    before += __popc(bits);
+    const unsigned seen = seen_keys(word), whole = whole_blocks(seen), rest = seen & ~whole;
+    found.whole += __popc(whole), found.rest += __popc(rest);
+    if (!rest) continue;
+    found.first_of_rest = min(found.first_of_rest, word * 32 + __ffs(static_cast<int>(rest)) - 1);
+    found.last_of_rest = word * 32 + 31 - __clz(static_cast<int>(rest));
   }
-  if (threadIdx.x == kListThreads - 1) counts[blockIdx.x] = before;
+  if (lane == 0) found_by_warp[warp] = found;
+  __syncthreads();
+  Found before{}, all{0, 0, keys, -1};
+  for (int other = 0; other < kListWarps; ++other) {
+    if (other == warp) before = all;
+    const Found& of_other = found_by_warp[other];
+    all.whole += of_other.whole, all.rest += of_other.rest;
+    all.first_of_rest = min(all.first_of_rest, of_other.first_of_rest);
+    all.last_of_rest = max(all.last_of_rest, of_other.last_of_rest);
+  }
+  // True: the rest is the start of one block, as it is where padding follows the tokens.
+  const bool in_place = all.first_of_rest % 16 == 0 && all.last_of_rest - all.first_of_rest + 1 == all.rest;
+  int* const places = list.places ? list.places + int64_t{blockIdx.x} * list.places_stride : nullptr;
+#pragma unroll 4
+  for (int word = first; word < last; ++word) {
+    const unsigned seen = seen_keys(word), whole = whole_blocks(seen), rest = seen & ~whole, lower = (1u << lane) - 1;
+    const int key = word * 32 + lane;
+    int rank = -1;
+    if (whole >> lane & 1) {
+      rank = before.whole + __popc(whole & lower);
+      if (places) places[rank] = key;
+    } else if (rest >> lane & 1) {
+      rank = all.whole + before.rest + __popc(rest & lower);
+      if (places) places[rank] = in_place ? key : ~key;
+    }
+    if (key < keys) list.ranks[int64_t{blockIdx.x} * keys + key] = rank;
+    before.whole += __popc(whole), before.rest += __popc(rest);
+  }
+  const int count = all.whole + all.rest;
+  if (threadIdx.x == 0) list.counts[blockIdx.x] = count;
+  if (places)
+    for (int rank = count + static_cast<int>(threadIdx.x); rank < list.places_stride; rank += kListThreads)
+      places[rank] = rank;
 }
 
 // The keys of a problem by their ranks among the seen ones, for the kernels that copy them.
@@ -196,7 +241,6 @@ std::optional<std::string> no_key_mask_reason(const Problem& p) {
                 "; it takes bool ones of shape [batch or 1, 1, 1, keys]");
   if (p.windowed) return "it takes no mask tensor together with a causal mask or a window";
   if (p.alibi_slopes.present()) return "it takes no mask tensor together with alibi_slopes";
-  if (p.dropout) return "it takes no mask tensor together with dropout";
   // Their gradients are apart even where the sinks are one tensor in memory.
   if (p.sinks.shape[0] > 1) return "it takes no mask tensor together with sinks of batch elements";
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
@@ -235,6 +279,11 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
   const auto rows = static_cast<std::size_t>(p.mask.stride[0] ? p.batch : 1);
   ranks_ = workspace.take<int>(rows * static_cast<std::size_t>(p.tokens_k));
   counts_ = workspace.take<int>(rows);
+  if (p.dropout) {
+    const int64_t stride = p.tokens_k + kMostTileKeys;
+    auto* const places = workspace.take<int>(rows * static_cast<std::size_t>(stride));
+    problem_.key_places = {OCTET_I32, places, {1, 1, p.batch, stride}, {0, 0, p.mask.stride[0] ? stride : 0, 1}};
+  }
   const int64_t sequences = p.batch + 1;
   cu_seqlens_q_ = workspace.take<int>(static_cast<std::size_t>(sequences) + 1);
   cu_seqlens_k_ = workspace.take<int>(static_cast<std::size_t>(sequences) + 1);
@@ -259,8 +308,10 @@ void PackedKeys::preprocess(cudaStream_t stream) const {
   if (!k_.shape[0] || !k_.shape[1]) return;
   const DeviceScope device(problem_.device_index);
   const RankedKeys keys = ranked_keys(mask_, k_, ranks_, counts_);
+  const View& places = problem_.key_places;
   list_kernel<<<keys.shared ? 1 : keys.batch, kListThreads, 0, stream>>>(
-      static_cast<const unsigned char*>(mask_.data), mask_.stride[0], mask_.stride[3], keys.tokens, ranks_, counts_);
+      static_cast<const unsigned char*>(mask_.data), mask_.stride[0], mask_.stride[3], keys.tokens,
+      {ranks_, counts_, static_cast<int*>(places.data), static_cast<int>(places.shape[3])});
   check(cudaGetLastError(), "list_kernel");
   copy_keys<true>(keys, k_, problem_.k, v_, problem_.v, static_cast<int>(queries_), cu_seqlens_q_, cu_seqlens_k_,
                   stream);

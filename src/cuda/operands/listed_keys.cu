@@ -72,7 +72,7 @@ View in_pages_of_one(View t, int64_t apart, const Pages& pages) {
 
 bool can_list_keys(const Problem& p) {
   const int64_t apart = p.k.elements() ? keys_apart(p.k) : 0;
-  return p.mask.present() && !p.o_residual.present() && !no_key_mask_reason(p) && apart > 0 &&
+  return p.mask.present() && !p.dropout && !p.o_residual.present() && !no_key_mask_reason(p) && apart > 0 &&
          apart == keys_apart(p.v) && p.batch * apart <= std::numeric_limits<int32_t>::max();
 }
 

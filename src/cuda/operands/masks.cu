@@ -53,8 +53,13 @@ SeenKeys seen_keys(const Problem& p) {
 
 Dropout dropout_of(const Problem& p) {
   const View& seed = p.dropout_seed;
-  return {static_cast<const int32_t*>(seed.data), seed.stride[0], seed.shape[0] == 1, p.dropout,
-          static_cast<float>(p.dropout_scale())};
+  return {.seed = static_cast<const int32_t*>(seed.data),
+          .stride = seed.stride[0],
+          .shared = seed.shape[0] == 1,
+          .dropped = p.dropout,
+          .scale = static_cast<float>(p.dropout_scale()),
+          .places = static_cast<const int*>(p.key_places.data),
+          .places_stride = p.key_places.stride[2]};
 }
 
 }  // namespace octet::cuda

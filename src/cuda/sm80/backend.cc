@@ -34,7 +34,7 @@ std::optional<std::string> unavailable() {
 // share them; else null.
 std::shared_ptr<const PackedKeys> packed_keys(const Problem& p, void* workspace) {
   constexpr int64_t kFewestQueries = 512, kFewestCopiedQueries = 2048;
-  if (!p.mask.present() || p.tokens_q < kFewestQueries || no_key_mask_reason(p)) return nullptr;
+  if (!p.mask.present() || p.dropout || p.tokens_q < kFewestQueries || no_key_mask_reason(p)) return nullptr;
   auto keys = std::make_shared<const PackedKeys>(p, workspace);
   if (keys->copies_queries() && p.tokens_q < kFewestCopiedQueries) return nullptr;
   return size_unsupported_reason(keys->problem()) ? nullptr : keys;

@@ -156,7 +156,7 @@ struct Backward {
     if constexpr (kDrops && finds) {
       const int sequence = a.k_blocks.cu_seqlens ? w.k.index : w.batch;
       kept.find(a.dropout.stream(sequence, w.kv_head * (a.heads / a.kv_heads) + head), a.dropout.dropped,
-                w.first_key + first_row + fragment_row(), query);
+                w.first_key + first_row + fragment_row(), query, a.dropout.places_of(sequence));
     }
     return kept;
   }

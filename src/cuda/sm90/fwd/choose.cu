@@ -94,7 +94,8 @@ std::optional<std::string> extra_unsupported_reason(const Problem& p, const Forw
   const Extra extra = extra_of(p);
   if (extra == Extra::none) return {};
   if (p.mask.present() && extra != Extra::mask)
-    return text("it takes no mask tensor together with ", extra == Extra::alibi ? "alibi_slopes" : "dropout");
+    return text("it takes no mask tensor",
+                extra == Extra::alibi ? " together with alibi_slopes" : "s but key masks together with dropout");
   const std::string without = extra == Extra::alibi     ? "it has no alibi_slopes"
                               : extra == Extra::dropout ? "it has no dropout"
                                                         : "it has no mask tensors but key masks";

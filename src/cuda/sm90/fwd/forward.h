@@ -290,8 +290,11 @@ struct Forward {
   template <bool finds>
   __device__ Kept kept_of(const Rows& rows, int tile) const {
     Kept kept;
-    if constexpr (kDrops && finds)
-      kept.find(a.dropout.stream(rows.q_tile.sequence, rows.q_tile.head), a.dropout.dropped, rows.query, tile * kKeys);
+    if constexpr (kDrops && finds) {
+      const int sequence = rows.q_tile.sequence;
+      kept.find(a.dropout.stream(sequence, rows.q_tile.head), a.dropout.dropped, rows.query, tile * kKeys,
+                a.dropout.places_of(sequence));
+    }
     return kept;
   }
   // Converts P for the product with v, and drops what dropout drops.
