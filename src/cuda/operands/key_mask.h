@@ -4,6 +4,9 @@
 // and the call becomes one of packed sequences: sequence b has the queries of batch element b and the keys that it
 // sees. One more sequence has no queries and the memory that is left over. The kernels know no mask tensor then, and
 // spend nothing on hidden keys.
+//
+// Dropout counts keys by their places among all (fragment/dropout.h, KeyPlaces), which it is given with the packed keys.
+// Blocks of 16 keys that are seen whole are copied first, so that most packed blocks were blocks before.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -41,7 +44,7 @@ class PackedKeys {
   View mask_, k_, v_, tk_, tv_, dk_, dv_;  // of the problem with the mask
   int64_t queries_;
   MergedBatch q_, tq_, o_, o_residual_, lse_, to_, tlse_, do_, dlse_, dq_;
-  int *ranks_, *counts_;  // [mask's batch, key]: the number of seen keys before it, -1: hidden; [mask's batch]
+  int *ranks_, *counts_;  // [mask's batch, key]: its place among the packed keys, -1: hidden; [mask's batch]
   int *cu_seqlens_q_, *cu_seqlens_k_;
   std::size_t bytes_;
 };

@@ -34,7 +34,7 @@ class ListedKeys {
 };
 
 // Returns whether the keys of a problem can be listed: it has a key mask, the tokens of k and v lie evenly apart, and
-// o_residual, which problems with a cache have not, is not asked for.
+// neither o_residual nor dropout, which problems with a cache have not, is asked for.
 bool can_list_keys(const Problem& p);
 
 }  // namespace octet::cuda
