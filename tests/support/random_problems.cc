@@ -10,6 +10,7 @@
 #include <random>
 #include <sstream>
 
+#include "support/dequantized.h"
 #include "support/row_bars.h"
 
 namespace octet::test {
@@ -93,6 +94,15 @@ void pick_layouts(Picker& pick, Case& c) {
   c.interleaved = alike && c.kv_layout != Layout::broadcast && pick.percent(50);
 }
 
+// What the logits are made of beside q and k, and dlse.
+void pick_terms(Picker& pick, Case& c) {
+  if (pick.percent(25)) c.scale = static_cast<float>(pick.uniform(0.02, 0.4));
+  if (pick.percent(15)) c.softcap = pick.one_of({0.5f, 2.f, 5.f, 30.f});
+  if (pick.percent(15)) c.alibi = pick.one_of({Alibi::shared, Alibi::each});
+  if (pick.percent(25)) c.sinks = pick.one_of({Sinks::shared, Sinks::of_batch});
+  c.dlse = pick.percent(30);
+}
+
 // A tensor of any broadcast shape that hides a third of the keys, some queries from all, and may add to the logits; or
 // does so in some blocks, and hides or does not change others.
 void draw_mask(Picker& pick, const Case& c, uint64_t seed, Inputs& in) {
@@ -174,11 +184,7 @@ RandomProblem random_problem(uint64_t seed) {
                                           : DType::bf16;
   c.out_dtype = pick.percent(50) || c.dtype == DType::e4m3 ? DType::f32 : c.dtype;
   pick_layouts(pick, c);
-  if (pick.percent(25)) c.scale = static_cast<float>(pick.uniform(0.02, 0.4));
-  if (pick.percent(15)) c.softcap = pick.one_of({0.5f, 2.f, 5.f, 30.f});
-  if (pick.percent(15)) c.alibi = pick.one_of({Alibi::shared, Alibi::each});
-  if (pick.percent(25)) c.sinks = pick.one_of({Sinks::shared, Sinks::of_batch});
-  c.dlse = pick.percent(30);
+  pick_terms(pick, c);
 
   Attention& a = x.attention = attention_of(c, precision, nullptr);
   using enum BiasCorrection;
@@ -196,6 +202,35 @@ RandomProblem random_problem(uint64_t seed) {
   return x;
 }
 
+RandomProblem random_problem_in_8_bits(uint64_t seed) {
+  Picker pick(seed);
+  RandomProblem x{.seed = seed, .pass = pick.percent(70) ? Pass::forward : Pass::backward};
+  Case& c = x.c;
+  const bool backward = x.pass == Pass::backward;
+  using enum Precision;
+  const Precision precision =
+      backward ? pick.one_of({int8, sagebwd}) : pick.one_of({int8, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd});
+  pick_sizes(pick, c);
+  if (backward) c.dim = std::min<int64_t>(c.dim, 128), c.dim_v = std::min<int64_t>(c.dim_v, 128);
+  pick_positional_mask(pick, c);
+  c.dtype = pick.one_of({DType::bf16, DType::bf16, DType::f16, DType::f32, DType::e4m3});
+  const DType narrow = c.dtype != DType::e4m3 ? c.dtype : precision == fp8_raw ? DType::e4m3 : DType::bf16;
+  c.out_dtype = pick.percent(50) ? DType::f32 : narrow;
+  c.trains_int8 = precision == int8 && (backward || pick.percent(50));
+  pick_layouts(pick, c);
+  pick_terms(pick, c);
+
+  Attention& a = x.attention = attention_of(c, precision, nullptr);
+  if (precision == int8 || precision == int8_f16 || precision == int8_fp8) {
+    if (pick.percent(15)) a.hadamard = Switch::off;
+    if (!backward && pick.percent(10) && c.dim < 256) a.smooth_q = Switch::on;  // 512 channels dequantized
+  }
+  x.in = draw(c, seed);
+  scale_inputs(pick, c, precision, true, 100 * seed + 20, x.in);
+  if (c.cu_seqlens_q.empty() && pick.percent(30)) draw_mask(pick, c, 100 * seed + 21, x.in);
+  return x;
+}
+
 std::string text(const RandomProblem& x) {
   const Case& c = x.c;
   const Attention& a = x.attention;
@@ -204,6 +239,9 @@ std::string text(const RandomProblem& x) {
       << name(a.bias_correction) << (a.deterministic ? ", deterministic" : "") << ", " << name(c.dtype) << " to "
       << name(c.out_dtype) << ", batch " << c.batch << ", heads " << c.heads << " of " << c.kv_heads << ", tokens "
       << c.tokens_q << " x " << c.tokens_k << ", dims " << c.dim << ", " << c.dim_v;
+  if (a.hadamard == Switch::off) out << ", not rotated";
+  if (a.smooth_q == Switch::on) out << ", smooth_q";
+  if (c.trains_int8 && c.has_residual()) out << ", o_residual";
   if (c.causal) out << ", causal";
   if (c.window) out << ", window " << (*c.window)[0] << ' ' << (*c.window)[1];
   if (c.causal || c.window) out << (c.alignment == Alignment::top_left ? ", top_left" : ", bottom_right");
@@ -224,15 +262,30 @@ std::string text(const RandomProblem& x) {
   return out.str();
 }
 
+namespace {
+
+std::string wrong_in_8_bits(const RandomProblem& x, const Attention& tested, const Outputs& got, const Outputs& saved,
+                            KeyPlaces places) {
+  const Dequantized codes = dequantized(x.c, x.in, tested, x.pass, places);
+  const Outputs want = exact(codes, x.pass);
+  return wrong_row(got, want, row_bars(codes, tested, x.pass, want, saved), x.pass);
+}
+
+}  // namespace
+
 Outcome expect_right(const RandomProblem& x, const Solver& solver) {
   SCOPED_TRACE(text(x));
   Attention plain = x.attention, tested = x.attention;
   plain.backend = "reference", tested.backend = solver.backend;
   Outputs saved, got;
-  if (x.pass == Pass::backward) saved = run(x.c, x.in, plain, Pass::forward);
+  const bool eight = in_8_bits(x.attention.precision), backward = x.pass == Pass::backward;
+  if (backward && !eight) saved = run(x.c, x.in, plain, Pass::forward);
   const bool solves = !solver.solves || solver.solves(x);
-  const std::unique_ptr<Place> place = solver.place ? solver.place() : nullptr;
+  const auto new_place = [&] { return solver.place ? solver.place() : nullptr; };
+  const std::unique_ptr<Place> place = new_place();
   try {
+    // In 8 bits lse and o are those of the backend's own codes.
+    if (backward && eight) saved = run(x.c, x.in, tested, Pass::forward, nullptr, new_place().get());
     got = run(x.c, x.in, tested, x.pass, &saved, place.get());
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), OCTET_UNSUPPORTED) << error.what();
@@ -241,6 +294,14 @@ Outcome expect_right(const RandomProblem& x, const Solver& solver) {
   }
   EXPECT_TRUE(solves) << "solved, though " << solver.backend << " is said to reject it";
   if (solver.has_bars && !solver.has_bars(x)) return Outcome::solved;
+  if (eight) {
+    const std::string wrong = wrong_in_8_bits(x, tested, got, saved, KeyPlaces::given);
+    if (!wrong.empty() && solver.may_move_keys && solver.may_move_keys(x))
+      EXPECT_EQ(wrong_in_8_bits(x, tested, got, saved, KeyPlaces::seen_first), "") << "or else " << wrong;
+    else
+      EXPECT_EQ(wrong, "");
+    return Outcome::solved;
+  }
   const Outputs want = exact(x.c, x.in, x.pass);
   const RowBars bars = row_bars(x.c, x.in, x.attention, x.pass, want, saved);
   EXPECT_EQ(wrong_row(got, want, bars, x.pass), "");

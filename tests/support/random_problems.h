@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "support/cases.h"
+#include "support/dequantized.h"
 
 namespace octet::test {
 
@@ -19,14 +19,17 @@ struct RandomProblem {
   Attention attention{};
 };
 RandomProblem random_problem(uint64_t seed);
+// One of the precisions of 8 bits, likewise: forward, and backward of int8 and sagebwd up to head dim 128.
+RandomProblem random_problem_in_8_bits(uint64_t seed);
 std::string text(const RandomProblem&);
 
 // Where problems are solved.
 struct Solver {
   const char* backend;
-  std::function<std::unique_ptr<Place>()> place{};       // empty: the test's own memory
-  std::function<bool(const RandomProblem&)> solves{};    // what its documentation says; empty: everything
-  std::function<bool(const RandomProblem&)> has_bars{};  // whose rows are compared; empty: all
+  std::function<std::unique_ptr<Place>()> place{};            // empty: the test's own memory
+  std::function<bool(const RandomProblem&)> solves{};         // what its documentation says; empty: everything
+  std::function<bool(const RandomProblem&)> has_bars{};       // whose rows are compared; empty: all
+  std::function<bool(const RandomProblem&)> may_move_keys{};  // to KeyPlaces::seen_first; empty: never
 };
 
 enum class Outcome { solved, rejected };

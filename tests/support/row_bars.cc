@@ -11,7 +11,7 @@ namespace octet::test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kF32 = 0x1p-24, kF16 = 0x1p-11, kBf16 = 0x1p-8;  // unit roundoffs
+constexpr double kF32 = 0x1p-24, kF16 = 0x1p-11, kBf16 = 0x1p-8, kE4m3 = 0x1p-4;  // unit roundoffs
 constexpr double kSigmas = 6.0;
 
 // The norm of a sum of vectors of which each errs by at most its bound, independently and with mean 0: no more than all
@@ -21,23 +21,31 @@ class Errors {
  public:
   void add(double bound) { sum_ += bound, squares_ += bound * bound; }
   double sum() const { return sum_; }
-  double random() const { return std::min(sum_, kSigmas * std::sqrt(squares_)); }
+  double random() const { return std::min(sum_, kSigmas * root()); }
+  double root() const { return std::sqrt(squares_); }
 
  private:
   double sum_ = 0.0, squares_ = 0.0;
 };
 
-double unit_of(DType type) { return type == DType::bf16 ? kBf16 : type == DType::f16 ? kF16 : kF32; }
+double unit_of(DType type) {
+  return type == DType::bf16 ? kBf16 : type == DType::f16 ? kF16 : type == DType::e4m3 ? kE4m3 : kF32;
+}
 // The largest error of numbers that are too small for the type.
-double least_of(DType type) { return type == DType::f16 ? 0x1p-25 : 0x1p-126; }
+double least_of(DType type) { return type == DType::f16 ? 0x1p-25 : type == DType::e4m3 ? 0x1p-10 : 0x1p-126; }
 
 // What a precision rounds: relative errors, and absolute ones where numbers may be too small for f16.
 struct Roundings {
   double p = 0.0, p_least = 0x1p-126;  // P, whose largest is 1
+  double l = p, l_least = p_least;     // P in the sum l
+  double codes = 0.0;                  // P and ds in integers: the largest of them, which stands for that of a tile
+  double dp = 0.0;                     // do and v of dp, both together
   double ds = 0.0, ds_least = 0.0;     // ds; at jvp h. ds_least: of the largest |do| |v| + |dlse| where `ds_scaled`
   double centred = 0.0;                // v or k less its mean, as f16
   bool ds_scaled = false;
-  double exp2 = 0.0;  // of the polynomial, relative
+  double exp2 = 0.0;                                // of the polynomial, relative
+  bool recomputed = false;                          // the backward pass finds lse and delta itself
+  bool truncated_qk = false, truncated_pv = false;  // sums of e4m3 products that keep 13 bits
 };
 
 Roundings roundings_of(const Attention& a, Pass pass) {
@@ -57,6 +65,52 @@ Roundings roundings_of(const Attention& a, Pass pass) {
           .centred = kF16,
           .ds_scaled = true,
           .exp2 = kExp2};
+}
+
+// Passes of 8 bits (docs/numerics.md). The CPU's exponentials of 8-bit P are polynomials, or f16 arithmetic,
+// whose l adds eight numbers in f16. A GPU rounds P of e4m3 where its largest is 448, or on Hopper 56 and more.
+Roundings roundings_of(const Dequantized& x, const Attention& a, Pass pass) {
+  const std::string backend = a.backend;
+  const bool cpu = backend == "cpu", sm90 = backend == "sm90";
+  constexpr double kExp2 = 3.5e-6;
+  if (pass == Pass::backward && a.precision == Precision::int8)
+    return {.p = kF16,
+            .p_least = 0x1p-32,
+            .ds = kF16,
+            .ds_least = 0x1p-38,
+            .centred = kF16,
+            .ds_scaled = true,
+            .exp2 = kExp2,
+            .recomputed = cpu};
+  if (pass == Pass::backward) return {.codes = 127.0, .dp = 2 * kF16, .exp2 = kExp2};
+  const Roundings f16{.p = kF16, .p_least = 0x1p-25, .centred = kF16, .exp2 = kExp2};
+  const Roundings integers{.p = cpu ? 2 * kF16 : 0.0,
+                           .p_least = cpu ? 0x1p-24 : 0x1p-126,
+                           .l = cpu ? 8 * kF16 : 0.0,
+                           .codes = a.precision == Precision::sagebwd ? 127.0 : 255.0,
+                           .exp2 = cpu ? 1e-3 : kExp2};
+  switch (a.precision) {
+    case Precision::int8:
+      return x.trains_int8 ? f16 : integers;
+    case Precision::int8_f16:
+      return f16;
+    case Precision::sagebwd:
+      return integers;
+    case Precision::fp8_raw:
+      return {.p = kE4m3,
+              .p_least = 0x1p-10,
+              .l = 0.0,
+              .l_least = 0x1p-126,
+              .exp2 = kExp2,
+              .truncated_qk = sm90,
+              .truncated_pv = sm90};
+    default:
+      return {.p = kE4m3,
+              .p_least = 0x1p-10 / (sm90 ? 56 : 448),
+              .exp2 = kExp2,
+              .truncated_qk = sm90 && a.precision == Precision::fp8,
+              .truncated_pv = sm90};
+  }
 }
 
 double row_norm(const Values& x, int64_t b, int64_t h, int64_t t) {
@@ -141,7 +195,65 @@ class Logits {
   double mask_ = 0.0, alibi_ = 0.0, sink_ = 0.0;
 };
 
-}  // namespace
+// A key that a query sees.
+struct Key {
+  int64_t j;
+  double w, slope, product;  // product: do v of the backward pass, ts of the jvp
+};
+
+// What 8 bits add to the errors of a row.
+struct EightBitErrors {
+  Errors p;           // of o: P in integers
+  double lse = 0.0;   // of l, relative
+  double sums = 0.0;  // of P v, relative
+};
+
+EightBitErrors errors_of_codes(const Dequantized& x, const Roundings& u, int64_t b, int64_t g,
+                               const std::vector<Key>& keys) {
+  EightBitErrors errors;
+  double most_w = 0.0, most_wt = 0.0;
+  for (const Key& key : keys) {
+    most_w = std::max(most_w, key.w);
+    if (u.codes != 0.0) most_wt = std::max(most_wt, key.w * x.v_scale.at(b, g, key.j, 0));
+    if (u.truncated_pv) errors.lse += std::min(key.w, 0x1p-13);
+  }
+  for (const Key& key : keys)
+    if (u.codes != 0.0) errors.p.add(most_wt / (2 * u.codes) * x.v_code_norm.at(b, g, key.j, 0));
+  // Means that a GPU sums in float32 may move a number of two keys to the next code.
+  if (x.trains_int8) errors.lse += 2 * most_w * x.largest_product / 127;
+  if (u.truncated_pv)
+    errors.sums = kSigmas * 0x1p-13 * std::sqrt(33.0 * std::ceil(static_cast<double>(keys.size()) / 32));
+  return errors;
+}
+
+// The bars of all rows of a head together, row by row.
+class HeadBars {
+ public:
+  // `lse`, `o`: what is no independent error of P; `p`: the root of the sum of squares of those of o.
+  void add(double l, const Errors& w, double lse, double p, double o) {
+    lse_.add(l * w.root()), lse_sum_ += l * w.sum(), rest_of_lse_ += lse;
+    p_.add(p), largest_p_ = std::max(largest_p_, p), rest_of_o_.add(o);
+  }
+  double lse(bool same_p) const { return (same_p ? lse_sum_ : lse_.random()) + rest_of_lse_; }
+  double o() const { return p_.root() + 2 * kSigmas * largest_p_ + rest_of_o_.root(); }
+
+ private:
+  Errors lse_, p_, rest_of_o_;
+  double lse_sum_ = 0.0, rest_of_lse_ = 0.0, largest_p_ = 0.0;
+};
+
+// The rounding of P and ds to integers, of which the largest stands for that of a tile: at most that of the head.
+struct TileErrors {
+  TileErrors(int64_t queries, int64_t keys) : dq(at(queries)), dk(at(keys)), dv(at(keys)) {}
+  // `ds` and the norms of what it and P are multiplied by.
+  void add(const Key& key, double ds, size_t row, double k, double q, double d_o) {
+    largest_p = std::max(largest_p, key.w), largest_ds = std::max(largest_ds, ds);
+    dq[row].add(k), dk[at(key.j)].add(q), dv[at(key.j)].add(d_o);
+  }
+
+  std::vector<Errors> dq, dk, dv;  // of numbers that err by at most 1
+  double largest_p = 0.0, largest_ds = 0.0;
+};
 
 // For each row, with w the probabilities, |x| norms of rows, u the unit roundoff of P and ds, e the relative error of P
 // that float32 makes (of one sign within a row, so that no squares are taken), R the norm of a sum of independent
@@ -166,9 +278,23 @@ class Logits {
 //
 // A sink's share of the probabilities errs as lse does. Probabilities below 2^-126 may be 0. Outputs are rounded once
 // more.
-RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass, const Outputs& want,
-                 const Outputs& saved) {
-  const Roundings u = roundings_of(a, pass);
+//
+// In 8 bits q, k, v and do are the numbers of codes (dequantized.h). What remains is the rounding of P and ds:
+//
+//   P in integers up to T    each number errs by half a unit. In a forward pass that is at most max w t / 2 T of the
+//                            largest w t of the row, where t is the scale of a token of v: R(|codes of v|) times that.
+//                            With ds in sagebwd's gradients it is half a unit of a tile, at most max w / 2 T and
+//                            max |ds| / 2 T of the head
+//   P of e4m3                u = 2^-4, which is coarse beside a key among many. So the rows of a head also have bars as
+//                            a whole: the sum of the errors of lse, of independent errors again, and the norm of those
+//                            of o. Its mean is at most the root of the sum of squares, and with probability 1 -
+//                            exp(-18) it exceeds that by no more than 12 times the largest of a row, as a convex
+//                            function of bounded independent numbers (Boucheron, Lugosi, Massart, Concentration
+//                            inequalities, 2013, theorem 6.10)
+//   sums of e4m3 on Hopper   33 terms at a time lose what is 2^-13 of the largest of them
+//                            (docs/kernels/forward_8bit.md)
+RowBars bars_of(const Case& c, const Inputs& in, const Attention& a, Pass pass, const Outputs& want,
+                const Outputs& saved, const Roundings& u, const Dequantized* coded) {
   const int64_t n = c.tokens_q, m = c.tokens_k, group = c.kv_heads ? c.heads / c.kv_heads : 1;
   const double scale = c.effective_scale(), u_out = unit_of(c.out_dtype), least = least_of(c.out_dtype);
   // Rounding to a residual in i8, which has eight bits whatever the type of o, loses 2^-8 of what rounding to o may
@@ -183,10 +309,13 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
   // A saturated softcap gives many keys of a row the same P, and so the same rounding.
   const auto total = [&](const Errors& x) { return c.softcap != 0 ? x.sum() : x.random(); };
   const bool gproj = a.bias_correction == BiasCorrection::gproj && u.p != 0.0;
-  const bool backward = pass == Pass::backward;
+  const bool backward = pass == Pass::backward, coded_gradients = coded && backward;
+  const Values &q_dk = coded_gradients ? coded->q_dk : in.q, &k_dq = coded_gradients ? coded->k_dq : in.k,
+               &do_dv = coded_gradients ? coded->do_dv : in.do_;
   RowBars bars;
   bars.o = bars.o_whole = bars.lse = bars.dq = bars.to = bars.tlse = Values(c.lse_shape());
   bars.dk = bars.dv = Values({c.batch, c.kv_heads, m, 1});
+  if (coded && !backward) bars.o_of_head = bars.lse_of_head = Values({c.batch, c.heads, 1, 1});
   if (in.sinks.present()) bars.dsinks = Values(c.sinks_shape());
   Values dmask;  // of each element
   if (c.dmask) dmask = Values(in.mask.shape);
@@ -194,34 +323,34 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
 
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t g = 0; g < c.kv_heads; ++g) {
-      const std::vector<double> k = row_norms(in.k, b, g), v = row_norms(in.v, b, g), tk = row_norms(in.tk, b, g),
+      const std::vector<double> k = row_norms(k_dq, b, g), v = row_norms(in.v, b, g), tk = row_norms(in.tk, b, g),
                                 tv = row_norms(in.tv, b, g);
-      const double most_k = largest_of(k), most_v = largest_of(v), most_tk = largest_of(tk);
+      const double most_k = largest_of(k), most_v = largest_of(v), most_tk = largest_of(tk),
+                   most_logit_k = largest_of(row_norms(in.k, b, g));
       std::vector<Errors> dk_random(at(m)), dv_random(at(m));
       std::vector<double> dk_known(at(m)), dv_known(at(m));
       for (int64_t h = g * group; h < (g + 1) * group; ++h) {
         Logits logits(c, in, b, h, g);
         const double sink = in.sinks.present() ? in.sinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0) : -kInfinity;
         logits.set_sink(sink);
-        const std::vector<double> q = row_norms(in.q, b, h), d_o = row_norms(in.do_, b, h), tq = row_norms(in.tq, b, h),
+        const std::vector<double> q = row_norms(q_dk, b, h), d_o = row_norms(do_dv, b, h), tq = row_norms(in.tq, b, h),
                                   o = row_norms(want.o, b, h);
         const double most_ds = largest_of(d_o) * most_v + 2 * largest_finite(in.dlse);
+        HeadBars of_head;
+        TileErrors of_tiles(coded_gradients ? n : 0, coded_gradients ? m : 0);
         const double ds_least = u.ds_least * (u.ds_scaled ? most_ds : 1.0) + 0x1p-126 * 2 * most_ds;
         for (int64_t i = 0; i < n; ++i) {
           const size_t row = at(i);
-          const double lse = want.lse.at(b, h, i, 0), size = scale * q[row] * most_k,
-                       e = logits.p(size) + kF32 * std::fabs(lse) + u.exp2;
+          const double lse = want.lse.at(b, h, i, 0), size = scale * row_norm(in.q, b, h, i) * most_logit_k;
           if (lse == -kInfinity) continue;  // sees nothing: zeros
-          // The keys that the query sees.
-          struct Key {
-            int64_t j;
-            double w, slope, product;  // product: do v of the backward pass, ts of the jvp
-          };
+          const double noise = coded ? coded->logit_noise.at(b, h, i, 0) : 0.0,
+                       e = logits.p(size) + kF32 * std::fabs(lse) + u.exp2 + 2 * noise;
           std::vector<Key> keys;
-          double delta = 0.0, most_t = 0.0;
+          double delta = 0.0, most_t = 0.0, most_s = 0.0;
           for (int64_t j = 0; j < m; ++j) {
             const auto [s, slope] = logits(i, j);
             if (s == -kInfinity) continue;
+            most_s = std::max(most_s, std::fabs(s));
             Key key{j, std::exp(s - lse), slope, 0.0};
             if (backward) {
               key.product = dot(in.do_, h, i, in.v, g, j, b);
@@ -238,12 +367,27 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
             w.add(key.w), wv.add(key.w * v[at(key.j)]), centred.add(key.w * (v[at(key.j)] + most_v));
             values += v[at(key.j)];
           }
-          const double e_lse = u.p * total(w) + logits.logit(size) + u.exp2 + f32_sum(m) +
-                               static_cast<double>(m) * u.p_least + kF32 * (std::fabs(lse) + logits.largest(size));
-          const double e_o = u.p * (total(wv) + total(w) * o[row]) + u.centred * total(centred) +
+          double p = u.p, l = u.l;
+          if (u.truncated_qk) {
+            const double lost = 0x1p-13 * std::sqrt(33.0 * std::ceil(static_cast<double>(c.dim) / 32)) *
+                                std::max(coded->largest_product, most_s);
+            p += lost, l += lost;
+          }
+          const EightBitErrors of_codes =
+              coded && !backward ? errors_of_codes(*coded, u, b, g, keys) : EightBitErrors{};
+          const double e_lse = l * total(w) + logits.logit(size) + u.exp2 + f32_sum(m) +
+                               static_cast<double>(m) * u.l_least + kF32 * (std::fabs(lse) + logits.largest(size)) +
+                               noise + of_codes.lse;
+          const double of_p = p * (total(wv) + total(w) * o[row]) + total(of_codes.p);
+          const double e_o = of_p + u.centred * total(centred) +
                              (e + e_lse * (std::isfinite(sink) ? 1.0 : 0.0)) * (wv.sum() + o[row]) +
-                             f32_sum(m) * 2 * wv.sum() + u.p_least * values;
+                             f32_sum(m) * 2 * wv.sum() + u.p_least * values + of_codes.lse * (wv.sum() + o[row]) +
+                             of_codes.sums * wv.sum();
           bars.o.at(b, h, i, 0) = written(e_o, o[row], c.dim_v);
+          if (coded && !backward)
+            of_head.add(l, w, e_lse - l * total(w),
+                        c.softcap != 0 ? of_p : p * (wv.root() + w.root() * o[row]) + of_codes.p.root(),
+                        bars.o.at(b, h, i, 0) - of_p);
           bars.o_whole.at(b, h, i, 0) =
               e_o + u_out * u_residual * o[row] + 2 * std::sqrt(static_cast<double>(c.dim_v)) * least;
           bars.lse.at(b, h, i, 0) = e_lse;
@@ -274,7 +418,7 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
           if (!backward) continue;
 
           const double dlse = in.dlse.present() ? in.dlse.at(b, h, i, 0) : 0.0;
-          const double eta = std::fabs(std::expm1(lse - saved.lse.at(b, h, i, 0))) + e;
+          const double eta = (u.recomputed ? f32_sum(m) : std::fabs(std::expm1(lse - saved.lse.at(b, h, i, 0)))) + e;
           double of_saved = 0.0;
           const bool whole =
               a.bias_correction == BiasCorrection::f16 || a.bias_correction == BiasCorrection::exact_delta;
@@ -284,8 +428,9 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
             of_saved += in.do_.at(b, h, i, channel) * x;
           }
           const double e_dp = 2 * f32_sum(c.dim_v) * d_o[row] * (most_v + o[row]) + kF32 * std::fabs(dlse) +
-                              capped * (d_o[row] * (most_v + o[row]) + std::fabs(dlse));
-          const double of_delta = std::fabs(of_saved - delta) + e_dp;
+                              capped * (d_o[row] * (most_v + o[row]) + std::fabs(dlse)) +
+                              u.dp * d_o[row] * (most_v + o[row]);
+          const double of_delta = (u.recomputed ? 2 * eta * d_o[row] * most_v : std::fabs(of_saved - delta)) + e_dp;
           Errors ds, dsk;
           double wk = 0.0, k_sum = 0.0;
           for (const Key& key : keys) {
@@ -299,6 +444,8 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
             }
             dk_random[at(key.j)].add(x * q[row]);
             dv_random[at(key.j)].add(key.w * d_o[row]);
+            if (coded_gradients)
+              of_tiles.add(key, x * (1 + eta) + of_delta * key.w, row, k[at(key.j)], q[row], d_o[row]);
             dk_known[at(key.j)] += (eta * x + of_delta * key.w + ds_least) * q[row];
             dv_known[at(key.j)] += (eta * key.w + u.p_least) * d_o[row];
           }
@@ -308,12 +455,20 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
           // The exact lambda is 0.
           const double lambda = gproj ? of_delta + u.ds * total(ds) + eta * ds.sum() + e_sink : 0.0;
           for (const Key& key : keys) dk_known[at(key.j)] += lambda * (1 + u.p) * key.w * q[row];
-          const double e_sum = u.centred != 0.0 ? e_sink + kF32 * std::fabs(dlse) : 0.0;
+          const double e_sum = coded || u.centred != 0.0 ? e_sink + kF32 * std::fabs(dlse) : 0.0;
           const double e_dq = scale * (2 * u.ds * total(dsk) + eta * dsk.sum() + (of_delta + lambda * (1 + u.p)) * wk +
                                        ds_least * k_sum + 2 * f32_sum(m) * dsk.sum() + e_sum * most_k);
           bars.dq.at(b, h, i, 0) = written(e_dq, row_norm(want.dq, b, h, i), c.dim);
           if (in.sinks.present())
             bars.dsinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0) += e_sink + of_sink * lambda;
+        }
+        if (bars.o_of_head.present())
+          bars.o_of_head.at(b, h, 0, 0) = of_head.o(), bars.lse_of_head.at(b, h, 0, 0) = of_head.lse(c.softcap != 0);
+        if (coded_gradients && u.codes != 0.0) {
+          const double p = of_tiles.largest_p / (2 * u.codes), ds = of_tiles.largest_ds / (2 * u.codes);
+          for (int64_t i = 0; i < n; ++i) bars.dq.at(b, h, i, 0) += (1 + u_out) * ds * total(of_tiles.dq[at(i)]);
+          for (int64_t j = 0; j < m; ++j)
+            dk_known[at(j)] += ds * total(of_tiles.dk[at(j)]), dv_known[at(j)] += p * total(of_tiles.dv[at(j)]);
         }
       }
       if (!backward) continue;
@@ -334,6 +489,35 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
     bar = std::hypot(bar, dmask.at(b, h, i, j) + 0x1p-126);
   });
   return bars;
+}
+
+// Says which head's rows differ from `want` by more than they may together; empty if none does.
+std::string wrong_head(const Outputs& got, const Outputs& want, const RowBars& bars) {
+  std::ostringstream out;
+  for_each(bars.o_of_head.shape, [&](int64_t b, int64_t h, int64_t, int64_t) {
+    double square = 0.0, sum = 0.0;
+    for (int64_t t = 0; t < want.lse.shape[2]; ++t) {
+      const double g = got.lse.at(b, h, t, 0), w = want.lse.at(b, h, t, 0);
+      if (g != w) sum += g - w;
+      for (int64_t c = 0; c < got.o.shape[3]; ++c) square += std::pow(got.o.at(b, h, t, c) - want.o.at(b, h, t, c), 2);
+    }
+    const double o = bars.o_of_head.at(b, h, 0, 0), lse = bars.lse_of_head.at(b, h, 0, 0);
+    if (!(std::sqrt(square) <= o) || !(std::fabs(sum) <= lse))
+      out << "head [" << b << ", " << h << "]: all rows of o err by " << std::sqrt(square) << ", allowed " << o
+          << "; errors of lse sum to " << sum << ", allowed " << lse << "; ";
+  });
+  return out.str();
+}
+
+}  // namespace
+
+RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass, const Outputs& want,
+                 const Outputs& saved) {
+  return bars_of(c, in, a, pass, want, saved, roundings_of(a, pass), nullptr);
+}
+
+RowBars row_bars(const Dequantized& x, const Attention& a, Pass pass, const Outputs& want, const Outputs& saved) {
+  return bars_of(x.c, x.in, a, pass, want, saved, roundings_of(x, a, pass), &x);
 }
 
 std::string wrong_row(const Outputs& got, const Outputs& want, const RowBars& bars, Pass pass) {
@@ -375,7 +559,7 @@ std::string wrong_row(const Outputs& got, const Outputs& want, const RowBars& ba
           return out.str();
         }
   }
-  return {};
+  return bars.o_of_head.present() ? wrong_head(got, want, bars) : std::string();
 }
 
 }  // namespace octet::test

@@ -3,7 +3,7 @@
 #pragma once
 #include <string>
 
-#include "support/cases.h"
+#include "support/dequantized.h"
 
 namespace octet::test {
 
@@ -11,10 +11,14 @@ namespace octet::test {
 // of dmask those of the mask, its keys a row.
 struct RowBars {
   Values o, o_whole, lse, dq, dk, dv, dsinks, dmask, to, tlse;  // o_whole: o + o_residual
+  // Of 8 bits also the norm of the errors of all rows of a head together, and their sum: [batch, head, 1, 1].
+  Values o_of_head, lse_of_head;
 };
 
 // `want`: exact results; `saved`: what the forward pass left to a backward pass.
 RowBars row_bars(const Case&, const Inputs&, const Attention&, Pass, const Outputs& want, const Outputs& saved);
+// In 8 bits, on the backend that `Attention` names.
+RowBars row_bars(const Dequantized&, const Attention&, Pass, const Outputs& want, const Outputs& saved);
 
 // Says which row of which output differs from `want` by more than its bar; empty if none does.
 std::string wrong_row(const Outputs& got, const Outputs& want, const RowBars&, Pass);
