@@ -5,8 +5,8 @@
 // sees. One more sequence has no queries and the memory that is left over. The kernels know no mask tensor then, and
 // spend nothing on hidden keys.
 //
-// Dropout counts keys by their places among all (fragment/dropout.h, KeyPlaces), which it is given with the packed keys.
-// Blocks of 16 keys that are seen whole are copied first, so that most packed blocks were blocks before.
+// Dropout counts keys by their places among all (fragment/dropout.h, KeyPlaces), which it is given with the packed
+// keys. Blocks of 16 keys that are seen whole are copied first, so that most packed blocks were blocks before.
 #pragma once
 #include <cuda_runtime_api.h>
 
