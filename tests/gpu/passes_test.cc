@@ -214,6 +214,18 @@ const std::vector<Case>& gpu_cases() {
                       .dlse = true,
                       .dropout_p = .2,
                       .seeds = mask == MaskTensor::padding ? Seeds::shared : Seeds::each});
+    // A mask that no query reads.
+    for (const auto& [name, mask] :
+         {std::pair{"no_queries_padding", MaskTensor::padding}, {"no_queries_bias", MaskTensor::bias_bf16}})
+      list.push_back({.name = name,
+                      .batch = 2,
+                      .heads = 2,
+                      .kv_heads = 2,
+                      .tokens_q = 0,
+                      .tokens_k = 70,
+                      .mask = mask,
+                      .dtype = DType::bf16,
+                      .out_dtype = DType::bf16});
     return list;
   }();
   return all;

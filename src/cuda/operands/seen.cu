@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/fragment/mask.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 void list_keys(const Problem& p, const TokenFlags& seen, int group, int* counts, cudaStream_t stream) {
   const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
   // Queries that the mask does not tell apart count once.
-  const SeeingRows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
+  const SeeingRows rows{p.mask.stride[2] || p.windowed ? queries : std::min(queries, 1), group};
   list_keys_kernel<<<key_list_blocks(seen, keys), kListThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys,
                                                                              rows, seen, counts);
   check(cudaGetLastError(), "list_keys_kernel");
