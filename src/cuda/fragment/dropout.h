@@ -53,43 +53,65 @@ enum class RowTokens { queries, keys };
 
 // The elements of this thread in a fragment of 16 rows that dropout keeps. Both `row`, the thread's first row, less its
 // place among the 16 rows, and `column`, the fragment's first column, are multiples of 16. All threads of a warp call
-// find().
+// find(), or draw() and exchange().
 template <int Columns, RowTokens rows>
 class KeptElements {
+  static constexpr bool kKeyRows = rows == RowTokens::keys;
+  static constexpr int kGroups = Columns / 16, kWords = (kGroups + 1) / 2;
+
  public:
   static_assert(Columns % 16 == 0);
-  __device__ void find(const DropoutStream& stream, uint32_t dropped, int row, int column,
-                       const KeyPlaces& places = {}) {
+  // The groups whose random numbers this thread draws, by the numbers of their queries and of their keys. The keys are
+  // a negative number where they are packed and were no block.
+  struct Groups {
+    int queries[kWords], keys[kWords];
+  };
+  __device__ static Groups groups(int row, int column, const KeyPlaces& places = {}) {
     // opaque() stops hoisting: what follows would take registers from tile to tile.
     const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    const int of_row = static_cast<unsigned>(row) % 8 / 2, of_column = thread % 4, row_block = row / kDropoutBlock;
-    const int column_block = column / kDropoutBlock + row % 2;
-    const auto block_of = [&](int i) { return column_block + (has_pair(i) ? 2 * i : 2 * i - row % 2); };
-    const auto keys_of = [&](int i) { return places.first_group(kKeyRows ? row_block : block_of(i)); };
-    const auto queries_of = [&](int i) { return kGroupsOfBlock * (kKeyRows ? block_of(i) : row_block); };
-    uint32_t own[kWords];
-    bool scattered = false;
+    const int of_row = static_cast<unsigned>(row) % 8 / 2, of_column = thread % 4;
+    Groups groups;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const int keys = keys_of(i), queries = queries_of(i);
-      scattered |= keys < 0;
-      own[i] = group_bits(stream, dropped, queries + (kKeyRows ? of_column : of_row),
-                          keys + (kKeyRows ? of_row : of_column));
+      const int query_block = (kKeyRows ? column_of(i, row, column) : row) / kDropoutBlock;
+      const int keys = places.first_group((kKeyRows ? row : column_of(i, row, column)) / kDropoutBlock);
+      groups.queries[i] = kGroupsOfBlock * query_block + (kKeyRows ? of_column : of_row);
+      groups.keys[i] = places.places && keys < 0 ? keys : keys + (kKeyRows ? of_row : of_column);
     }
-    if (places.places && scattered) {
+    return groups;
+  }
+  __device__ void draw(const DropoutStream& stream, uint32_t dropped, const Groups& groups) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) bits_[i] = group_bits(stream, dropped, groups.queries[i], groups.keys[i]);
+  }
+  // Completes what was drawn: packed keys that were no block, and the other groups' elements.
+  __device__ void exchange(const DropoutStream& stream, uint32_t dropped, int row, int column, const Groups& groups,
+                           const KeyPlaces& places = {}) {
+    if (places.places) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
-        if (keys_of(i) < 0)
-          own[i] = kKeyRows ? scattered_bits(stream, dropped, queries_of(i) + of_column,
-                                             kDropoutBlock * row_block + 2 * of_row, places)
-                            : scattered_bits(stream, dropped, queries_of(i) + of_row,
-                                             kDropoutBlock * block_of(i) + 2 * of_column, places);
+        if (groups.keys[i] < 0)
+          bits_[i] = scattered_bits(stream, dropped, groups.queries[i], first_key(i, row, column), places);
     }
+    exchange(row);
+  }
+  // All of this at once.
+  __device__ void find(const DropoutStream& stream, uint32_t dropped, int row, int column,
+                       const KeyPlaces& places = {}) {
+    if (places.places) {
+      const Groups of_thread = groups(row, column, places);
+      draw(stream, dropped, of_thread);
+      exchange(stream, dropped, row, column, of_thread, places);
+      pin();  // else the compiler would make one path of both, which would cost the other one a twentieth
+    } else {
+      draw(stream, dropped, groups(row, column));
+      exchange(row);
+    }
+  }
+  // Stops the compiler from computing later what has been found.
+  __device__ void pin() {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint32_t other = has_pair(i) ? __shfl_xor_sync(~0u, own[i], 4) : own[i];
-      bits_[i] = __byte_perm(own[i], other, row % 2 ? 0x3276 : 0x5410);
-    }
+    for (uint32_t& word : bits_) word = ptx::opaque(static_cast<int>(word));
   }
 
   // Returns 32 ones for element i of the accumulator if it is kept, else 0.
@@ -98,13 +120,26 @@ class KeptElements {
   __device__ uint32_t pair_mask(int i) const { return spread(i, 0x11 * (8 + byte_of(i)) + 0x1100 * (9 + byte_of(i))); }
 
  private:
-  static constexpr bool kKeyRows = rows == RowTokens::keys;
-  static constexpr int kGroups = Columns / 16, kWords = (kGroups + 1) / 2;
   // A word for each two groups, with the first one in its lower half. Byte c of a half has the elements of column c of
   // each pair of columns; bit 7 - w of that byte tells whether the element of word w is kept.
   uint32_t bits_[kWords];
 
   static __device__ constexpr bool has_pair(int word) { return 2 * word + 1 < kGroups; }
+  // The first column of the group of a word that a thread draws: the second one where its row is odd.
+  static __device__ int column_of(int word, int row, int column) {
+    return column + kDropoutBlock * (2 * word + (has_pair(word) ? row % 2 : 0));
+  }
+  // The first of the four keys of that group.
+  static __device__ int first_key(int word, int row, int column) {
+    return kKeyRows ? row - row % 2 : column_of(word, row, column) + static_cast<int>(threadIdx.x % 4) * 2;
+  }
+  __device__ void exchange(int row) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t other = has_pair(i) ? __shfl_xor_sync(~0u, bits_[i], 4) : bits_[i];
+      bits_[i] = __byte_perm(bits_[i], other, row % 2 ? 0x3276 : 0x5410);
+    }
+  }
   static __device__ int byte_of(int i) { return i / 8 % 2 * 2 + i % 2; }
   // Returns four bytes of ones or zeros; each hexadecimal digit of `selector` is 8, for the sign of a byte
   // in the place of the byte, plus the number of the byte that tells which.

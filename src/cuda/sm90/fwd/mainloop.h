@@ -121,7 +121,7 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   if constexpr (kAlibi) alibi_tile(at, rows.query, rows.tiles.last - 1).add(x, rows.ranges);
   mask(rows, x, rows.tiles.last - 1);
   rows.softmax.template exp_update_max<Precision::kPExponent>(x);
-  convert_p(rows, rows.tiles.last - 1, x, kept_of<kEarlyKept>(rows, rows.tiles.last - 1), p);
+  convert_p(rows, rows.tiles.last - 1, x, p);
 }
 
 // Turns the logits of a tile, or with ALiBi its products, into P over the stale maximum, and returns their sums.
@@ -229,7 +229,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         wait_v(at);
         multiply_pv(at, p, o);
         ping_pong_arrive(warpgroup);
-        const Kept kept = kept_of<kEarlyKept>(rows, tile);  // beside the products
+        auto drawn = start_draw(rows, tile);  // beside the products
         // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
@@ -253,6 +253,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           // mask: a branch here would keep ptxas from interleaving the products by scales with the exponentials.
           bool is_linear = true;
           const RowValues sum = exp_stale_max(rows, at, tile, x, is_linear);
+          draw(drawn, x);
           const bool fits = p_fits(softmax, sum) && is_linear && !(kQuantizedQk && needs_mask<kKeys>(own, tile));
           ptx::fence_operand(x.x);
           // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
@@ -270,7 +271,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         }
         // Release v; convert p for the next p v.
         release_v(at);
-        convert_p(rows, tile, x, kept, p);
+        convert_p(rows, tile, x, drawn, p);
       }
       // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};
