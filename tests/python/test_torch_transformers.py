@@ -502,7 +502,7 @@ OWN_ATTENTION = [
     "BloomForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "XGLMForCausalLM", "TrOCRForCausalLM",
     "RemBertForCausalLM", "MegatronBertForMaskedLM", "LongformerForMaskedLM", "MPNetForMaskedLM", "RoFormerForMaskedLM",
     "ConvBertForMaskedLM", "BlipTextModel", "LayoutLMv3Model", "GPTJForCausalLM", "GPTNeoForCausalLM",
-    "FalconForCausalLM",
+    "FalconForCausalLM", "MptForCausalLM",
 ]  # fmt: skip
 
 
