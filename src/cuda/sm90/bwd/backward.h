@@ -146,19 +146,12 @@ struct Backward {
   // Returns the head of the group that the next iteration has.
   __device__ int next_head(int head) const { return head + 1 == a.heads / a.kv_heads ? 0 : head + 1; }
 
-  // The elements of P that dropout keeps.
-  struct All {};
-  using Kept = std::conditional_t<kDrops, KeptElements<kQueries, RowTokens::keys>, All>;
-  // Returns those of a tile of queries, or, where it `finds` none, unset ones.
-  template <bool finds>
-  __device__ Kept kept_of(const KeyBlockInfo& w, int head, int first_row, int query) const {
-    Kept kept;
-    if constexpr (kDrops && finds) {
-      const int sequence = a.k_blocks.cu_seqlens ? w.k.index : w.batch;
-      kept.find(a.dropout.stream(sequence, w.kv_head * (a.heads / a.kv_heads) + head), a.dropout.dropped,
-                w.first_key + first_row + fragment_row(), query, a.dropout.places_of(sequence));
-    }
-    return kept;
+  // The elements of P that dropout keeps, in a tile of queries.
+  using Kept = KeptElements<kQueries, RowTokens::keys>;
+  __device__ void find_kept(const KeyBlockInfo& w, int head, int first_row, int query, Kept& kept) const {
+    const int sequence = a.k_blocks.cu_seqlens ? w.k.index : w.batch;
+    kept.find(a.dropout.stream(sequence, w.kv_head * (a.heads / a.kv_heads) + head), a.dropout.dropped,
+              w.first_key + first_row + fragment_row(), query, a.dropout.places_of(sequence));
   }
   // Converts P for the product with do.
   __device__ static void convert_p(const Accumulator<kQueries>& s, const Kept& kept, Operand<T, kQueries>& p) {

@@ -208,7 +208,8 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
       ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
     else if (sent)
       release_sent(key_stage ^ 1, (n - 1) % kDsStages);
-    Kept kept = kept_of<kEarlyKept>(w, head, first_row, rows.first);  // beside the products
+    Kept kept;
+    if constexpr (kDrops && kEarlyKept) find_kept(w, head, first_row, rows.first, kept);  // beside the products
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
@@ -220,7 +221,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
     if (kSendsFromDs && left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
-    if constexpr (!kEarlyKept) kept = kept_of<true>(w, head, first_row, rows.first);
+    if constexpr (kDrops && !kEarlyKept) find_kept(w, head, first_row, rows.first, kept);
     if constexpr (kDrops) drop(dp, kept);
     columns.read(rows.delta);
     const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);

@@ -33,6 +33,7 @@
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/config.h"
 #include "cuda/sm90/fwd/convert_v.h"
+#include "cuda/sm90/fwd/draw.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/mma.h"
 #include "cuda/sm90/pipeline.h"
@@ -282,55 +283,33 @@ struct Forward {
     }
   }
 
-  // The elements of P that dropout keeps. Their random numbers are integer instructions, which take two to three times
-  // as long while products run unless others stand between them. With two warpgroups they are drawn between the
-  // exponentials; three have no registers for that.
+  // Where dropout draws between the exponentials; three warpgroups have no registers for that.
   static constexpr bool kDrawsBesideExp = kDrops && Tile::kWarpgroups < 3;
-  using Kept = KeptElements<kKeys, RowTokens::queries>;
-  __device__ DropoutStream dropout_stream(const Rows& rows) const {
-    return a.dropout.stream(rows.q_tile.sequence, rows.q_tile.head);
-  }
-  __device__ KeyPlaces key_places(const Rows& rows) const { return a.dropout.places_of(rows.q_tile.sequence); }
-  struct NoDraw {};
-  struct Draw {
-    DropoutStream stream;
-    typename Kept::Groups groups;
-    Kept kept;
-  };
-  using DrawBesideExp = std::conditional_t<kDrawsBesideExp, Draw, NoDraw>;
-  __device__ DrawBesideExp start_draw(const Rows& rows, int tile) const {
+  using Drawn = std::conditional_t<kDrawsBesideExp, Draw<kKeys>, NoDraw>;
+  __device__ Drawn start_draw(const Rows& rows, int tile) const {
     if constexpr (kDrawsBesideExp)
-      return {dropout_stream(rows), Kept::groups(rows.query, tile * kKeys, key_places(rows)), {}};
+      return {a.dropout, rows.q_tile.sequence, rows.q_tile.head, rows.query, tile * kKeys};
     else
       return {};
-  }
-  // Draws between the exponentials x: group i of this thread waits for the one of element 16 i, or ptxas would put all
-  // before them.
-  __device__ void draw(DrawBesideExp& d, const X& x) const {
-    if constexpr (kDrawsBesideExp) {
-      const uint32_t zero = a.dropout.dropped / kDropoutOne;
-      int element = 0;
-      for (int& keys : d.groups.keys) keys += __float_as_uint(x.x[element]) & zero, element += 16;
-      d.kept.draw(d.stream, a.dropout.dropped, d.groups);
-      d.kept.pin();
-    }
   }
   // Converts P for the product with v, and drops what dropout drops.
   template <class Logits>
   __device__ void convert_p(const Rows& rows, int tile, const Logits& x, P& p) const {
     convert(x, p);
     if constexpr (kDrops) {
-      Kept kept;
-      kept.find(dropout_stream(rows), a.dropout.dropped, rows.query, tile * kKeys, key_places(rows));
+      const int sequence = rows.q_tile.sequence;
+      KeptElements<kKeys, RowTokens::queries> kept;
+      kept.find(a.dropout.stream(sequence, rows.q_tile.head), a.dropout.dropped, rows.query, tile * kKeys,
+                a.dropout.places_of(sequence));
       drop(p, kept);
     }
   }
-  __device__ void convert_p(const Rows& rows, int tile, const X& x, Draw& d, P& p) const {
-    convert(x, p);
-    d.kept.exchange(d.stream, a.dropout.dropped, rows.query, tile * kKeys, d.groups, key_places(rows));
-    drop(p, d.kept);
+  __device__ void convert_p(const Rows& rows, int tile, const X& x, Drawn& drawn, P& p) const {
+    if constexpr (kDrawsBesideExp)
+      convert(x, p), drop(p, drawn.kept());
+    else
+      convert_p(rows, tile, x, p);
   }
-  __device__ void convert_p(const Rows& rows, int tile, const X& x, NoDraw, P& p) const { convert_p(rows, tile, x, p); }
 
   // The verbs of the mainloop. Products are issued without waiting for them. `stage`: of k.
   template <class Product>

@@ -229,7 +229,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         wait_v(at);
         multiply_pv(at, p, o);
         ping_pong_arrive(warpgroup);
-        auto drawn = start_draw(rows, tile);  // beside the products
+        Drawn drawn = start_draw(rows, tile);
         // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
@@ -253,7 +253,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           // mask: a branch here would keep ptxas from interleaving the products by scales with the exponentials.
           bool is_linear = true;
           const RowValues sum = exp_stale_max(rows, at, tile, x, is_linear);
-          draw(drawn, x);
+          if constexpr (kDrawsBesideExp) drawn.beside(x);
           const bool fits = p_fits(softmax, sum) && is_linear && !(kQuantizedQk && needs_mask<kKeys>(own, tile));
           ptx::fence_operand(x.x);
           // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
