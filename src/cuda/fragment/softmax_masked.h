@@ -64,14 +64,15 @@ struct MaskTile {
 };
 
 // Returns whether P over the stale maximum, of these sums in a thread, may stay. A row that the mask leaves few keys
-// has nothing that would hide the rounding error of a large P: it is at most 1 or a quarter of the row's sum.
+// has nothing that would hide the rounding error of a large P: it is at most 1 or half of the row's sum, as two equal
+// keys err as much.
 template <int Exponent>
 __device__ bool fits_beside_sum(const OnlineSoftmax& softmax, const RowValues& sum) {
   constexpr float kOne = static_cast<float>(1 << Exponent);
   bool fits = true;
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row)
-    fits &= sum[row] <= fmaxf(kOne, quad_sum(softmax.l[row] + sum[row]) / 4.f);
+    fits &= sum[row] <= fmaxf(kOne, quad_sum(softmax.l[row] + sum[row]) / 2.f);
   return fits;
 }
 
