@@ -135,6 +135,14 @@ double amax(const Values& x, int64_t b, int64_t h, int64_t t) {
   return most;
 }
 
+// The same of the rows of the block of `block` rows that row t lies in.
+double amax_of_block(const Values& x, int64_t h, int64_t t, int64_t block) {
+  double most = 0.0;
+  for (int64_t i = t / block * block; i < std::min(x.shape[2], t / block * block + block); ++i)
+    most = std::max(most, amax(x, 0, h, i));
+  return most;
+}
+
 double dot(const Values& x, int64_t xh, int64_t xt, const Values& y, int64_t yh, int64_t yt) {
   double sum = 0.0;
   for (int64_t c = 0; c < x.shape[3]; ++c) sum += x.at(0, xh, xt, c) * y.at(0, yh, yt, c);
@@ -219,7 +227,8 @@ Dequantized dequantized(const Case& c, const Inputs& in, const Attention& a, Pas
             scale * (int8_backward ? given_k.at(0, g, place, i)
                                    : k_codes.at(0, g, place, i) + k_means.at(0, g, place / key_block, i));
       if (!x.v_scale.present()) return;
-      const double step = amax(v_codes, 0, g, place) / 127;
+      // The largest number of what shares a scale has the largest code.
+      const double step = amax_of_block(v_codes, g, place, std::max<int64_t>(how.v.block, 1)) / 127;
       x.v_scale.at(ks.batch, g, token, 0) = step;
       if (step > 0.0)
         x.v_code_norm.at(ks.batch, g, token, 0) = std::sqrt(dot(v_codes, g, place, v_codes, g, place)) / step;

@@ -42,7 +42,7 @@ struct Roundings {
   double dp = 0.0;                     // do and v of dp, both together
   double ds = 0.0, ds_least = 0.0;     // ds; at jvp h. ds_least: of the largest |do| |v| + |dlse| where `ds_scaled`
   double centred = 0.0;                // v or k less its mean, as f16
-  bool ds_scaled = false;
+  bool ds_scaled = false, ds_of_heads = false;      // ds_of_heads: see ds_least_of_heads
   double exp2 = 0.0;                                // of the polynomial, relative
   bool recomputed = false;                          // the backward pass finds lse and delta itself
   bool truncated_qk = false, truncated_pv = false;  // sums of e4m3 products that keep 13 bits
@@ -80,6 +80,7 @@ Roundings roundings_of(const Dequantized& x, const Attention& a, Pass pass) {
             .ds_least = 0x1p-38,
             .centred = kF16,
             .ds_scaled = true,
+            .ds_of_heads = !cpu,
             .exp2 = kExp2,
             .recomputed = cpu};
   if (pass == Pass::backward) return {.codes = 127.0, .dp = 2 * kF16, .exp2 = kExp2};
@@ -144,6 +145,36 @@ double largest_finite(const Values& x) {
 }
 
 size_t at(int64_t i) { return static_cast<size_t>(i); }
+
+// What a GPU's ds may lose to the range of f16. Heads that share k and v have one power of two, by a bound of
+// |dp - delta + dlse|: D V, with D the largest of what a row has for |do|, sqrt(|do|_1 |do|_inf), and V that of v,
+// which stands for |o|, and sqrt(d) |v|_inf. Both are rounded up to powers of two, whose product is 2^e; with dlse 2^e
+// is twice the larger of this product and a power of two above |dlse|. With 2^15 P and four bits of room, ds times
+// 2^(11 - e) is rounded, and numbers that are small for f16 lose up to 2^-25.
+double ds_least_of_heads(const Case& c, const Inputs& in, const Values& d_o, int64_t b, int64_t g) {
+  const auto power_above = [](double x) { return x > 0.0 ? std::exp2(std::ilogb(x) + 1) : 0.0; };
+  double most_size = 0.0, most = 0.0;
+  const auto measure = [&](const Values& x, int64_t first_head, int64_t heads) {
+    most_size = most = 0.0;
+    for (int64_t h = first_head; h < first_head + heads; ++h)
+      for (int64_t t = 0; t < x.shape[2]; ++t) {
+        double sum = 0.0, largest = 0.0;
+        for (int64_t channel = 0; channel < x.shape[3]; ++channel)
+          sum += std::fabs(x.at(b, h, t, channel)), largest = std::max(largest, std::fabs(x.at(b, h, t, channel)));
+        most_size = std::max(most_size, std::sqrt(sum * largest)), most = std::max(most, largest);
+      }
+  };
+  const int64_t group = c.heads / c.kv_heads;
+  measure(d_o, g * group, group);
+  const double of_do = power_above(most_size);
+  measure(in.v, g, 1);
+  double bound = of_do * power_above(most_size + std::sqrt(static_cast<double>(c.dim_v)) * most);
+  if (in.dlse.present()) {
+    measure(in.dlse, g * group, group);
+    if (most > 0.0) bound = 2 * std::max(bound, power_above(most));
+  }
+  return 0x1p-36 * bound;
+}
 
 // The logits of one head and what they are made of.
 class Logits {
@@ -234,7 +265,10 @@ class HeadBars {
     lse_.add(l * w.root()), lse_sum_ += l * w.sum(), rest_of_lse_ += lse;
     p_.add(p), largest_p_ = std::max(largest_p_, p), rest_of_o_.add(o);
   }
-  double lse(bool same_p) const { return (same_p ? lse_sum_ : lse_.random()) + rest_of_lse_; }
+  // What a row adds to `lse_` is the root of the squares of its errors, which their sum may exceed.
+  double lse(bool same_p) const {
+    return (same_p ? lse_sum_ : std::min(lse_sum_, kSigmas * lse_.root())) + rest_of_lse_;
+  }
   double o() const { return p_.root() + 2 * kSigmas * largest_p_ + rest_of_o_.root(); }
 
  private:
@@ -327,6 +361,7 @@ RowBars bars_of(const Case& c, const Inputs& in, const Attention& a, Pass pass, 
                                 tv = row_norms(in.tv, b, g);
       const double most_k = largest_of(k), most_v = largest_of(v), most_tk = largest_of(tk),
                    most_logit_k = largest_of(row_norms(in.k, b, g));
+      const double ds_least_of_gpu = u.ds_of_heads ? ds_least_of_heads(c, in, do_dv, b, g) : 0.0;
       std::vector<Errors> dk_random(at(m)), dv_random(at(m));
       std::vector<double> dk_known(at(m)), dv_known(at(m));
       for (int64_t h = g * group; h < (g + 1) * group; ++h) {
@@ -338,7 +373,8 @@ RowBars bars_of(const Case& c, const Inputs& in, const Attention& a, Pass pass, 
         const double most_ds = largest_of(d_o) * most_v + 2 * largest_finite(in.dlse);
         HeadBars of_head;
         TileErrors of_tiles(coded_gradients ? n : 0, coded_gradients ? m : 0);
-        const double ds_least = u.ds_least * (u.ds_scaled ? most_ds : 1.0) + 0x1p-126 * 2 * most_ds;
+        const double ds_least =
+            std::max(u.ds_least * (u.ds_scaled ? most_ds : 1.0) + 0x1p-126 * 2 * most_ds, ds_least_of_gpu);
         for (int64_t i = 0; i < n; ++i) {
           const size_t row = at(i);
           const double lse = want.lse.at(b, h, i, 0), size = scale * row_norm(in.q, b, h, i) * most_logit_k;
@@ -432,11 +468,13 @@ RowBars bars_of(const Case& c, const Inputs& in, const Attention& a, Pass pass, 
                               u.dp * d_o[row] * (most_v + o[row]);
           const double of_delta = (u.recomputed ? 2 * eta * d_o[row] * most_v : std::fabs(of_saved - delta)) + e_dp;
           Errors ds, dsk;
-          double wk = 0.0, k_sum = 0.0;
+          double wk = 0.0, lost_k = 0.0;
           for (const Key& key : keys) {
             const double x = key.w * std::fabs(key.product - delta + dlse) * key.slope,
                          centred_k = k[at(key.j)] + most_k;
-            ds.add(x), dsk.add(x * centred_k), wk += key.w * centred_k, k_sum += centred_k;
+            // Rounding loses no more than the number itself.
+            const double lost = std::min(ds_least, x * (1 + eta) + of_delta * key.w);
+            ds.add(x), dsk.add(x * centred_k), wk += key.w * centred_k, lost_k += lost * centred_k;
             if (c.dmask) {
               const double of_logit = key.w * std::fabs(key.product - delta + dlse);
               dmask.at(in_mask(0, b), in_mask(1, h), in_mask(2, i), in_mask(3, key.j)) +=
@@ -446,7 +484,7 @@ RowBars bars_of(const Case& c, const Inputs& in, const Attention& a, Pass pass, 
             dv_random[at(key.j)].add(key.w * d_o[row]);
             if (coded_gradients)
               of_tiles.add(key, x * (1 + eta) + of_delta * key.w, row, k[at(key.j)], q[row], d_o[row]);
-            dk_known[at(key.j)] += (eta * x + of_delta * key.w + ds_least) * q[row];
+            dk_known[at(key.j)] += (eta * x + of_delta * key.w + lost) * q[row];
             dv_known[at(key.j)] += (eta * key.w + u.p_least) * d_o[row];
           }
           const double of_sink = std::isfinite(sink) ? std::exp(sink - lse) : 0.0;
@@ -457,7 +495,7 @@ RowBars bars_of(const Case& c, const Inputs& in, const Attention& a, Pass pass, 
           for (const Key& key : keys) dk_known[at(key.j)] += lambda * (1 + u.p) * key.w * q[row];
           const double e_sum = coded || u.centred != 0.0 ? e_sink + kF32 * std::fabs(dlse) : 0.0;
           const double e_dq = scale * (2 * u.ds * total(dsk) + eta * dsk.sum() + (of_delta + lambda * (1 + u.p)) * wk +
-                                       ds_least * k_sum + 2 * f32_sum(m) * dsk.sum() + e_sum * most_k);
+                                       lost_k + 2 * f32_sum(m) * dsk.sum() + e_sum * most_k);
           bars.dq.at(b, h, i, 0) = written(e_dq, row_norm(want.dq, b, h, i), c.dim);
           if (in.sinks.present())
             bars.dsinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0) += e_sink + of_sink * lambda;
