@@ -39,25 +39,29 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sets to = from, and 0 where a token is not seen: by any of the `group` heads that share it.
+// Sets to = from, and 0 where a token is not seen.
 __global__ void __launch_bounds__(kThreads)
-    copy_seen_kernel(const Strided from, const Strided to, const TokenFlags flags, int group) {
+    copy_seen_kernel(const Strided from, const Strided to, const TokenFlags flags) {
   const int64_t vecs = from.shape[3] / kVec8, all = from.shape[0] * from.shape[1] * from.shape[2] * vecs;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
     const Index4 at{i / vecs / from.shape[2] / from.shape[1], i / vecs / from.shape[2] % from.shape[1],
                     i / vecs % from.shape[2], i % vecs * kVec8};
-    bool seen = false;
-    for (int head = 0; head < group; ++head)
-      seen |= flags.of(static_cast<int>(at.batch), static_cast<int>(at.head) * group + head)[at.token] != 0;
     Vec8 x{};
-    if (seen) read(from, at, x);
+    if (flags.of(static_cast<int>(at.batch), static_cast<int>(at.head))[at.token]) read(from, at, x);
     write(to, at, x);
   }
 }
 
-// Lists which keys some query sees, and counts them where `counts` is not null. `group` heads of the mask share a head
-// of the list.
-void list_keys(const Problem& p, const TokenFlags& seen, int group, int* counts, cudaStream_t stream) {
+// The tokens that a mask tells apart.
+std::size_t count_of(const TokenFlags& x, int64_t tokens) {
+  return static_cast<std::size_t>(x.batches) * x.heads * tokens;
+}
+
+// Lists which keys some query sees, and counts them where `counts` is not null.
+void list_keys(const Problem& p, const TokenFlags& seen, int* counts, cudaStream_t stream) {
+  if (counts) check(cudaMemsetAsync(counts, 0, count_of(seen, 1) * sizeof *counts, stream), "cudaMemsetAsync");
+  // The heads of the mask that share a head of the list.
+  const int group = p.mask.stride[1] ? static_cast<int>(p.group()) : 1;
   const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
   // Queries that the mask does not tell apart count once.
   const SeeingRows rows{p.mask.stride[2] || p.windowed ? queries : std::min(queries, 1), group};
@@ -73,9 +77,8 @@ void list_queries(const Problem& p, const TokenFlags& seen, cudaStream_t stream)
   check(cudaGetLastError(), "list_queries_kernel");
 }
 
-void copy_seen(const View& from, const Strided& to, const TokenFlags& seen, int group, cudaStream_t stream) {
-  copy_seen_kernel<<<blocks_for(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(strided(from), to, seen,
-                                                                                           group);
+void copy_seen(const View& from, const Strided& to, const TokenFlags& seen, cudaStream_t stream) {
+  copy_seen_kernel<<<blocks_for(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(strided(from), to, seen);
   check(cudaGetLastError(), "copy_seen_kernel");
 }
 
@@ -100,13 +103,11 @@ SeenKeySide::SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& w
 
 void SeenKeySide::preprocess(cudaStream_t stream) const {
   if (!seen_) return;
-  const TokenFlags seen{seen_, batches_, heads_, p_.tokens_k};
-  const std::size_t bytes = static_cast<std::size_t>(batches_) * heads_ * sizeof *counts_;
-  if (counts_) check(cudaMemsetAsync(counts_, 0, bytes, stream), "cudaMemsetAsync");
-  list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, counts_, stream);
-  if (v_.data != p_.v.data) copy_seen(p_.v, strided(v_), seen, 1, stream);
-  if (p_.tv.present()) copy_seen(p_.tv, strided(tv_), seen, 1, stream);
-  if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
+  const TokenFlags seen = flags();
+  list_keys(p_, seen, counts_, stream);
+  if (v_.data != p_.v.data) copy_seen(p_.v, strided(v_), seen, stream);
+  if (p_.tv.present()) copy_seen(p_.tv, strided(tv_), seen, stream);
+  if (counts_) copy_seen(p_.k, strided(k_), seen, stream);
 }
 
 SeenQueries::SeenQueries(const Problem& p, WorkspaceAllocator& workspace) : p_(p) {
@@ -121,27 +122,25 @@ void SeenQueries::preprocess(cudaStream_t stream) const {
 }
 
 SeenOperands::SeenOperands(const Problem& p, WorkspaceAllocator& workspace)
-    : q(strided(p.q)),
-      k(strided(p.k)),
-      v(strided(p.v)),
-      do_(strided(p.do_)),
-      p_(p),
-      batches_(p.mask.stride[0] ? static_cast<int>(p.batch) : 1),
-      heads_(p.mask.stride[1] ? static_cast<int>(p.heads) : 1) {
+    : q(strided(p.q)), k(strided(p.k)), v(strided(p.v)), do_(strided(p.do_)), p_(p) {
   if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return;
   const auto copy = [&](const View& t) { return strided(contiguous(t, t.dtype, workspace)); };
   q = copy(p.q), k = copy(p.k), v = copy(p.v), do_ = copy(p.do_);
-  flags_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * (p.tokens_q + p.tokens_k)));
+  const auto flags = [&](int64_t heads, int64_t tokens) {
+    TokenFlags x{nullptr, p.mask.stride[0] ? static_cast<int>(p.batch) : 1,
+                 p.mask.stride[1] ? static_cast<int>(heads) : 1, tokens};
+    x.data = workspace.take<unsigned char>(count_of(x, tokens));
+    return x;
+  };
+  queries_ = flags(p.heads, p.tokens_q), keys_ = flags(p.kv_heads, p.tokens_k);
+  counts_ = workspace.take<int>(count_of(keys_, 1));
 }
 
 void SeenOperands::preprocess(cudaStream_t stream) const {
-  if (!flags_) return;
-  const int64_t tokens = p_.tokens_q + p_.tokens_k;
-  const TokenFlags queries{flags_, batches_, heads_, tokens}, keys{flags_ + p_.tokens_q, batches_, heads_, tokens};
-  list_queries(p_, queries, stream), list_keys(p_, keys, 1, nullptr, stream);
-  copy_seen(p_.q, q, queries, 1, stream), copy_seen(p_.do_, do_, queries, 1, stream);
-  const int group = static_cast<int>(p_.group());
-  copy_seen(p_.k, k, keys, group, stream), copy_seen(p_.v, v, keys, group, stream);
+  if (!queries_.data) return;
+  list_queries(p_, queries_, stream), list_keys(p_, keys_, counts_, stream);
+  copy_seen(p_.q, q, queries_, stream), copy_seen(p_.do_, do_, queries_, stream);
+  copy_seen(p_.k, k, keys_, stream), copy_seen(p_.v, v, keys_, stream);
 }
 
 }  // namespace octet::cuda

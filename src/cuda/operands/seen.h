@@ -24,10 +24,12 @@ class SeenKeySide {
   const View& k() const { return k_; }
   const View& v() const { return v_; }
   const View& tv() const { return tv_; }
-  // How many keys of each (batch, kv_head) are seen; with ReadsK::seen.
-  SeenCounts counts() const { return {counts_, batches_, heads_}; }
+  // Which keys of each (batch, kv_head) are seen; with ReadsK::seen.
+  SeenByMask seen() const { return counts_ ? SeenByMask{flags(), counts_} : SeenByMask{}; }
 
  private:
+  TokenFlags flags() const { return {seen_, batches_, heads_, p_.tokens_k}; }
+
   const Problem& p_;
   View k_, v_, tv_;
   unsigned char* seen_ = nullptr;  // [batch, kv_head, key], or those that the mask tells apart
@@ -53,12 +55,13 @@ class SeenOperands {
   SeenOperands(const Problem& p, WorkspaceAllocator& workspace);
   void preprocess(cudaStream_t stream) const;
 
-  Strided q, k, v, do_;  // of the problem, or the copies
+  Strided q, k, v, do_;                                 // of the problem, or the copies
+  SeenByMask seen() const { return {keys_, counts_}; }  // which keys of each (batch, kv_head) are seen
 
  private:
   const Problem& p_;
-  unsigned char* flags_ = nullptr;  // [mask's batch, mask's head][queries, then keys]: 1 for a token that is seen
-  int batches_, heads_;             // of the mask tensor: 1 where it is the same for all
+  TokenFlags queries_{}, keys_{};
+  int* counts_ = nullptr;
 };
 
 }  // namespace octet::cuda

@@ -14,7 +14,7 @@ template <int Dim>
 __global__ void __launch_bounds__(kQuantizeThreads) block_means_kernel(const __grid_constant__ QuantizeKernelParams p) {
   constexpr int kLanes = Dim / kVec8, kRows = kQuantizeThreads / kLanes;
   __shared__ float sums[kRows][Dim];
-  __shared__ int largest;
+  __shared__ int seen_by[kRows], largest;  // seen_by: the keys of a group of lanes that count
   const QuantizeParams& a = p.args;
   const int batch_head = blockIdx.y, batch = batch_head / a.kv_heads, head = batch_head % a.kv_heads;
   if (threadIdx.x == 0) largest = 0;
@@ -22,23 +22,27 @@ __global__ void __launch_bounds__(kQuantizeThreads) block_means_kernel(const __g
   const float limit = p.scratch.limit[static_cast<int>(StatsOf::k)][p.sequence_head(batch_head, tile.sequence)];
   const int lane = threadIdx.x % kLanes;
   Vec8 sum{};
+  int seen = 0;
   Index4 at{batch, head, 0, lane * kVec8};
   for (int i = tile.first_seen() + threadIdx.x / kLanes; i < tile.tokens() && at.channel < a.k.shape[3]; i += kRows) {
     at.token = tile.first + i;
     Vec8 x;
     read(a.k, at, x);
     for (int c = 0; c < kVec8; ++c) sum[c] += fabsf(x[c]) < limit ? x[c] : 0.f;
+    seen += !a.seen.counts || a.seen.keys.of(batch, head)[at.token];
   }
+  if (lane == 0) seen_by[threadIdx.x / kLanes] = seen;
   for (int c = 0; c < kVec8; ++c) sums[threadIdx.x / kLanes][lane * kVec8 + c] = sum[c];
   __syncthreads();
   constexpr int kChannels = (Dim + kQuantizeThreads - 1) / kQuantizeThreads;
-  const int seen = max(tile.tokens() - tile.first_seen(), 1);
+  seen = 0;
+  for (const int of_lanes : seen_by) seen += of_lanes;
   float means[kChannels], most = 0.f;
   for (int i = 0; i < kChannels; ++i) {
     const int c = threadIdx.x + i * kQuantizeThreads;
     float all = 0.f;
     for (int r = 0; c < Dim && r < kRows; ++r) all += sums[r][c];
-    means[i] = all / static_cast<float>(seen), most = fmaxf(most, fabsf(means[i]));
+    means[i] = all / static_cast<float>(max(seen, 1)), most = fmaxf(most, fabsf(means[i]));
   }
   atomicMax(&largest, __float_as_int(most));
   __syncthreads();

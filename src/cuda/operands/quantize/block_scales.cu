@@ -21,11 +21,11 @@ __global__ void __launch_bounds__(kThreads) block_scales_kernel(const __grid_con
   const Interval seen = seen_of(a.keys, block.sequence);
   const auto sees = [&](int i) {
     const int token = block.within + i;
-    if (i >= block.tokens) return false;
+    if (i >= block.tokens || (a.seen.data && !a.seen.of(batch, head)[block.first + i])) return false;
     if (!a.of_queries) return seen.first <= token && token < seen.last;
     const Interval keys =
         a.keys.mask.keys_of(token, tokens_of(a.blocks, block.sequence), tokens_of(a.keys, block.sequence));
-    return keys.first < keys.last && (!a.seen.data || a.seen.of(batch, head)[block.first + i]);
+    return keys.first < keys.last;
   };
   const int64_t channels =
       (int64_t{a.keys.cu_seqlens ? block.sequence : batch} * a.kv_heads + kv_head) * a.dim + lane * kVec8;

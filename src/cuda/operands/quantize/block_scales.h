@@ -23,7 +23,7 @@ struct BlockScaledRows {
   KeyTiles keys;          // of the keys of the same sequences
   bool of_queries;        // the tokens are queries, else keys
   bool in_tiles;          // rows lie in the tiles of `blocks`, else as tokens do
-  TokenFlags seen;        // queries that a mask tensor leaves some key; null: all
+  TokenFlags seen;        // tokens that a mask tensor does not hide from all others; null: all
   int dim, kv_heads;      // dim: padded
   const float* mean;      // [sequence, kv_head, dim]: subtracted from each row; null: none
   const float* key_mean;  // likewise: mean_logit is the product with it

@@ -44,7 +44,7 @@ QuantizeParams quantize_params(const Problem& p, const KeySide& key_side, int64_
       .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k), tile,
                mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
       .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-      .seen_counts = key_side.seen_counts};
+      .seen = key_side.seen};
   if (p.hadamard) params.rotation = rotation_of(p.dim);
   return params;
 }
@@ -142,7 +142,7 @@ void Int8Logits::quantize_by_blocks(const Problem& p, bool q_and_k, bool v, Work
     q_rows_->key_mean = params_.channels.k_mean, q_rows_->mean_logit = params_.mean_logit;
     k_rows_->from = params_.k, k_rows_->to = static_cast<signed char*>(params_.k_quantized);
     k_rows_->scale = params_.k_scale, k_rows_->blocks = keys, k_rows_->in_tiles = true;
-    k_rows_->mean = params_.channels.k_mean;
+    k_rows_->mean = params_.channels.k_mean, k_rows_->seen = params_.seen.keys;
     for (auto* x : {&q_rows_, &k_rows_}) (*x)->block_scale = workspace.take<float>((*x)->block_count());
   }
   if (v) {

@@ -32,7 +32,7 @@ View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t c
 // k and v of a problem, or copies without the keys that a mask tensor hides.
 struct KeySide {
   View k, v;
-  SeenCounts seen_counts{};
+  SeenByMask seen{};
   bool quantizes_v = false;
   bool k_groups = false;                 // thread groups of k share a scale
   bool blocks = false;                   // blocks of tokens share one (block_scales.h)

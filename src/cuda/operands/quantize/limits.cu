@@ -28,7 +28,15 @@ __global__ void __launch_bounds__(kThreads)
   const int i = threadIdx.x / kLanes;
   float most = 0.f;
   if (i < sampled) {
-    const int token = seen.first + static_cast<int>(static_cast<int64_t>(i) * tokens / sampled);
+    const auto place = [&](int sample) {
+      return seen.first + static_cast<int>(static_cast<int64_t>(sample) * tokens / sampled);
+    };
+    int token = place(i);
+    // Where a mask tensor hides tokens, a sample is the first one from its place on that is seen.
+    if (a.seen.counts) {
+      const unsigned char* const sees = a.seen.keys.of(batch_or_sequence, static_cast<int>(blockIdx.x) % a.kv_heads);
+      for (const int last = place(i + 1) - 1; token < last && !sees[token];) ++token;
+    }
     Index4 index{packed ? 0 : batch_or_sequence, blockIdx.x % a.kv_heads,
                  token + (packed ? p.chunks.cu_seqlens[sequence] : 0), 0};
     for (index.channel = threadIdx.x % kLanes * kVec8; index.channel < t.shape[3]; index.channel += kLanes * kVec8) {

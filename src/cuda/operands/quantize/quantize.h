@@ -8,6 +8,7 @@
 
 #include "cuda/fragment/positional_mask.h"
 #include "cuda/fragment/strided.h"
+#include "cuda/operands/token_flags.h"
 
 namespace octet::cuda {
 
@@ -42,13 +43,16 @@ struct Channels {
   float *k_mean, *v_mean, *v_scale, *v_inverse;
 };
 
-// How many keys of each (batch, kv_head) some query sees, where a mask tensor hides others, which are 0 then: these do
-// not count in means. Null: all that positional masks leave.
-struct SeenCounts {
-  const int* data;
-  int batches, heads;  // 1 where the mask is the same for all
+// Which keys of each (batch, kv_head) some query sees, and how many, where a mask tensor hides others, which are 0
+// then: these do not count in means, nor, less a mean, in scales that keys share. Null: all that positional masks
+// leave.
+struct SeenByMask {
+  TokenFlags keys;
+  const int* counts;  // [batch, head], as many of both as `keys` has
 
-  __device__ int of(int batch, int head) const { return data[batch % batches * heads + head % heads]; }
+  __device__ int count_of(int batch, int head) const {
+    return counts[batch % keys.batches * keys.heads + head % keys.heads];
+  }
 };
 
 enum class QuantizedFormat { none, s8, e4m3 };
@@ -101,7 +105,7 @@ struct QuantizeParams {
   // logarithm NaN and the inverse 0.
   float* v_scale;
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
-  SeenCounts seen_counts;
+  SeenByMask seen;
   BlockMeans block_means;  // k is centred by these instead of by k_mean
 };
 

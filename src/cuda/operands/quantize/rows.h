@@ -153,9 +153,12 @@ struct Rows : RowReader<VecLoader, Dim> {
           set_offsets<true>(mean ? mean + static_cast<int64_t>(sequence_head) * Dim : nullptr);
         },
         [&](int row, int stage) {
+          bool seen = run.sees(row);
+          if (seen && a.seen.counts)
+            seen = a.seen.keys.of(batch_head / a.kv_heads, batch_head % a.kv_heads)[run.first + row];
           float x[kHalf];
           Base::template read<true>(row_tiles, run.first + row, stage, x);
-          Base::template smooth<true, true>(run.sees(row), x);
+          Base::template smooth<true, true>(seen, x);
           Base::rotate(a.rotation.block, x);
           const Scale scale = Base::template scale_of_row<QuantizedType>(a.k_groups, norm, x);
           if (a.k_groups) {

@@ -175,8 +175,8 @@ struct StatsOfChannels {
     const int64_t to = static_cast<int64_t>(sequence_head) * Dim;
     if (of_sums) {
       const Interval range = seen_of(p.chunks, chunk.sequence);
-      const int seen = a.seen_counts.data ? a.seen_counts.of(batch_head / a.kv_heads, batch_head % a.kv_heads)
-                                          : range.last - range.first;
+      const int seen =
+          a.seen.counts ? a.seen.count_of(batch_head / a.kv_heads, batch_head % a.kv_heads) : range.last - range.first;
       float* const mean = stats == StatsOf::k ? a.channels.k_mean : a.channels.v_mean;
       over_chunks(
           p.scratch.sum[which] + from, chunks, [](double x, double y) { return x + y; },

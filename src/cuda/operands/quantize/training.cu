@@ -91,7 +91,7 @@ TrainingOperands::TrainingOperands(const Problem& p, const From& from, int dim, 
               .q_type = QuantizedFormat::s8,
               .k_type = QuantizedFormat::s8,
               .v_type = QuantizedFormat::none,
-              .seen_counts = from.seen_counts},
+              .seen = from.seen},
       values_(logits_) {
   if (p.hadamard) logits_.rotation = rotation_of(p.dim);
   const bool has_do = from.do_.shape[2];  // its data is null while the workspace is measured

@@ -22,7 +22,7 @@ class TrainingOperands {
   // absent.
   struct From {
     Strided q, k, v, do_;
-    SeenCounts seen_counts;
+    SeenByMask seen;
   };
   // `dim`: channels of rows, 64, 128 or 256.
   TrainingOperands(const Problem& p, const From& from, int dim, WorkspaceAllocator& workspace);

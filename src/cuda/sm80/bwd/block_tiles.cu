@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(kThreads) block_tiles_kernel(const __grid_cons
 BlockInputs::BlockInputs(const Problem& p, const BackwardChoice& choice, const PreprocessParams& params,
                          WorkspaceAllocator& workspace)
     : seen_(p, ReadsK::seen, workspace),
-      logits_(p, {.k = seen_.k(), .v = seen_.k(), .seen_counts = seen_.counts(), .blocks = true}, choice.dim,
-              kScaledKeys, workspace),
+      logits_(p, {.k = seen_.k(), .v = seen_.k(), .seen = seen_.seen(), .blocks = true}, choice.dim, kScaledKeys,
+              workspace),
       do_{.from = params.do_,
           .blocks = query_blocks(logits_.key_tiles(), kScaledTile),
           .keys = logits_.key_tiles(),

@@ -19,8 +19,8 @@ namespace octet::cuda::sm80 {
 
 namespace {
 
-TrainingOperands::From training_from(const PreprocessParams& params) {
-  return {.q = params.q, .k = params.k, .v = params.v, .do_ = params.do_, .seen_counts = {}};
+TrainingOperands::From training_from(const SeenOperands& seen) {
+  return {.q = seen.q, .k = seen.k, .v = seen.v, .do_ = seen.do_, .seen = seen.seen()};
 }
 
 // Sets what preprocessing and the kernel know of operands in int8.
@@ -90,7 +90,7 @@ Plan backward(const Problem& p, void* workspace) {
   std::optional<TrainingOperands> int8;
   Int8Operands::Terms int8_terms{};
   if (choice.int8)
-    int8.emplace(p, training_from(params), choice.dim, allocator), set_int8(p, *int8, params, int8_terms, allocator);
+    int8.emplace(p, training_from(seen), choice.dim, allocator), set_int8(p, *int8, params, int8_terms, allocator);
   std::optional<BlockInputs> block_inputs;
   if (choice.blocks) block_inputs.emplace(p, choice, params, allocator);
   const DmaskParams dmask =

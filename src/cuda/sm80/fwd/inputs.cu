@@ -40,7 +40,7 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
     v_halves_.emplace_back(columns_of(seen_.v(), first, dim_v_), dim_v_, NonFinite::kept, workspace);
   if (choice.training) {
     const TrainingOperands::From from{
-        .q = strided(p.q), .k = strided(seen_.k()), .v = strided(seen_.v()), .do_ = {}, .seen_counts = seen_.counts()};
+        .q = strided(p.q), .k = strided(seen_.k()), .v = strided(seen_.v()), .do_ = {}, .seen = seen_.seen()};
     training_.emplace(p, from, dim_, workspace);
     const auto rows = static_cast<std::size_t>(p.batch * p.heads * p.tokens_q);
     const auto key_heads = static_cast<std::size_t>(p.batch * p.kv_heads);
@@ -54,7 +54,7 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
     zero_v_mean_ = workspace.take<float>(static_cast<std::size_t>(p.batch * p.kv_heads * dim_v_));
   const KeySide key_side{.k = seen_.k(),
                          .v = seen_.v(),
-                         .seen_counts = seen_.counts(),
+                         .seen = seen_.seen(),
                          .quantizes_v = choice.int8_v,
                          .k_groups = choice.k_groups,
                          .blocks = choice.blocks,
