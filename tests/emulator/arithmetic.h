@@ -37,6 +37,11 @@ constexpr auto multiply = []<class T>(T a, T b) {
   else
     return a * b;
 };
+constexpr auto reversed_bits = [](u32 a) {
+  u32 reversed = 0;
+  for (int i = 0; i < 32; ++i) reversed = reversed << 1 | (a >> i & 1);
+  return reversed;
+};
 // cvt.pack.sat.{s8, u8}.s32.b32: a and b become the lower bytes, b the lowest, and those of c move up.
 template <s32 low, s32 high>
 constexpr auto pack_bytes = [](s32 a, s32 b, u32 c) {

@@ -439,6 +439,10 @@ struct Statement {
       out.run = bytes == 4 ? insert_bits<u32> : insert_bits<u64>;
     } else if (operation == "clz") {
       take_all(4), out.run = unary<[](u32 a) { return static_cast<u32>(std::countl_zero(a)); }, u32, u32>;
+    } else if (operation == "bfind" && has("shiftamt") && type == "u32") {
+      take_all(4), out.run = unary<[](u32 a) { return a ? static_cast<u32>(std::countl_zero(a)) : ~0u; }, u32, u32>;
+    } else if (operation == "brev") {
+      take_all(4), out.run = unary<reversed_bits, u32, u32>;
     } else if (operation == "popc") {
       take_all(4), out.run = unary<[](u32 a) { return static_cast<u32>(std::popcount(a)); }, u32, u32>;
     } else if (operation == "copysign") {
