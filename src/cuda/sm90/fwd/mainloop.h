@@ -273,7 +273,6 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         release_v(at);
         convert_p(rows, tile, x, drawn, p);
       }
-      // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};
     }
     // Release q, unless o is stored through it.
