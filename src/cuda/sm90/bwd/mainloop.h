@@ -160,9 +160,8 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
   const std::conditional_t<kFactorsStay, const UnmaskedIterations&, UnmaskedIterations> unmasked = f.unmasked;
   const float logits_factor = f.logits, product_factor = f.product, ds_factor = f.ds, dq_factor = f.dq;
-  // opaque() keeps these in registers: else each iteration would compute them again between its products.
+  // opaque() keeps these in registers: else each iteration would compute or load them again between its products.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::opaque(store_offset());
-  // Not loaded in each iteration, just before it is used.
   const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(scheduler.exponents(w).dq_sums_scale) : 0.f;
   Target target{};  // of the iteration before
   Accumulator<Dim> dk, dv;
