@@ -229,7 +229,8 @@ def test_float32(kind):
 BF16 = ["weights", "autocast"]  # everything in bf16, or weights in float32 under torch.autocast
 
 
-@pytest.mark.parametrize("device", DEVICES)
+# On a CPU rounding at bf16 is that of torch's other operators, which test_float32 has not.
+@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("how", BF16)
 @pytest.mark.parametrize("kind", MODELS)
 def test_bf16(kind, how, device):
