@@ -35,7 +35,7 @@ TEST(RandomProblems, give_gradients_of_masks) {
   }
 }
 
-// Whether each query of a problem sees each of several keys.
+// Returns whether a problem has two keys or more, and each query sees all of them.
 bool sees_all(const RandomProblem& x) {
   const Case& c = x.c;
   return c.batch && c.tokens_q && c.tokens_k >= 2 && c.cu_seqlens_q.empty() && !c.causal && !c.window &&
@@ -76,7 +76,7 @@ TEST(RandomProblems, have_bars_in_8_bits_that_notice_a_lost_key) {
     if (!sees_all(x) || x.c.tokens_q < 8 || (e4m3 && x.c.tokens_k > 100)) continue;
     SCOPED_TRACE(text(x));
     x.attention.backend = "cpu";
-    const Dequantized codes = dequantized(x.c, x.in, x.attention, x.pass, KeyPlaces::given);
+    const Dequantized codes = dequantized(x.c, x.in, x.attention, x.pass, KeyOrder::given);
     Dequantized fewer = codes;
     fewer.in = without_last_key(codes.in);
     const Outputs want = exact(codes, x.pass);

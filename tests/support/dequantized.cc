@@ -165,7 +165,7 @@ bool in_8_bits(Precision p) {
 }
 
 // With q = q' + q_mean and k = k' + k_mean and codes of q' and k', a logit is codes . codes + q_mean . k' + q . k_mean.
-Dequantized dequantized(const Case& c, const Inputs& in, const Attention& a, Pass pass, KeyPlaces places) {
+Dequantized dequantized(const Case& c, const Inputs& in, const Attention& a, Pass pass, KeyOrder places) {
   const Operands how = operands_of(c, a);
   const bool backward = pass == Pass::backward, int8_backward = backward && a.precision == Precision::int8;
   const SeenTokens seen = seen_tokens(c, in);
@@ -189,7 +189,7 @@ Dequantized dequantized(const Case& c, const Inputs& in, const Attention& a, Pas
     const Span &qs = q_spans[s], &ks = k_spans[s];
     std::vector<int64_t> order(static_cast<size_t>(ks.count));
     std::iota(order.begin(), order.end(), 0);
-    if (places == KeyPlaces::seen_first)
+    if (places == KeyOrder::seen_first)
       std::stable_partition(order.begin(), order.end(),
                             [&](int64_t t) { return seen.keys.at(ks.batch, 0, ks.first + t, 0) != 0.0; });
     const Values q_seen = qs.of(seen.queries), k_seen = in_order(ks.of(seen.keys), order, false);

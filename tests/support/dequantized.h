@@ -7,8 +7,8 @@ namespace octet::test {
 
 bool in_8_bits(Precision);
 
-// Where a pass counts keys for its thread groups, blocks and block means.
-enum class KeyPlaces {
+// The order in which keys are counted into thread groups, blocks and block means.
+enum class KeyOrder {
   given,
   seen_first  // those that a mask tensor hides from all queries do not count: a GPU may copy the others side by side
 };
@@ -25,7 +25,7 @@ struct Dequantized {
   Values logit_noise{};             // [b h n 1] what codes that float32 decides may move the logits of a row by
   Values v_scale{}, v_code_norm{};  // [b kv_heads m 1] of int8 v: the scale of a token, the norm of its codes
 };
-Dequantized dequantized(const Case&, const Inputs&, const Attention&, Pass, KeyPlaces);
+Dequantized dequantized(const Case&, const Inputs&, const Attention&, Pass, KeyOrder);
 
 // The results in float64.
 Outputs exact(const Dequantized&, Pass);

@@ -94,7 +94,7 @@ void pick_layouts(Picker& pick, Case& c) {
   c.interleaved = alike && c.kv_layout != Layout::broadcast && pick.percent(50);
 }
 
-// What the logits are made of beside q and k, and dlse.
+// Draws the scale, the other terms of the logits, and whether a backward pass gets dlse.
 void pick_terms(Picker& pick, Case& c) {
   if (pick.percent(25)) c.scale = static_cast<float>(pick.uniform(0.02, 0.4));
   if (pick.percent(15)) c.softcap = pick.one_of({0.5f, 2.f, 5.f, 30.f});
@@ -265,7 +265,7 @@ std::string text(const RandomProblem& x) {
 namespace {
 
 std::string wrong_in_8_bits(const RandomProblem& x, const Attention& tested, const Outputs& got, const Outputs& saved,
-                            KeyPlaces places) {
+                            KeyOrder places) {
   const Dequantized codes = dequantized(x.c, x.in, tested, x.pass, places);
   const Outputs want = exact(codes, x.pass);
   return wrong_row(got, want, row_bars(codes, tested, x.pass, want, saved), x.pass);
@@ -295,9 +295,9 @@ Outcome expect_right(const RandomProblem& x, const Solver& solver) {
   EXPECT_TRUE(solves) << "solved, though " << solver.backend << " is said to reject it";
   if (solver.has_bars && !solver.has_bars(x)) return Outcome::solved;
   if (eight) {
-    const std::string wrong = wrong_in_8_bits(x, tested, got, saved, KeyPlaces::given);
+    const std::string wrong = wrong_in_8_bits(x, tested, got, saved, KeyOrder::given);
     if (!wrong.empty() && solver.may_move_keys && solver.may_move_keys(x))
-      EXPECT_EQ(wrong_in_8_bits(x, tested, got, saved, KeyPlaces::seen_first), "") << "or else " << wrong;
+      EXPECT_EQ(wrong_in_8_bits(x, tested, got, saved, KeyOrder::seen_first), "") << "or else " << wrong;
     else
       EXPECT_EQ(wrong, "");
     return Outcome::solved;

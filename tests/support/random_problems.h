@@ -29,7 +29,7 @@ struct Solver {
   std::function<std::unique_ptr<Place>()> place{};            // empty: the test's own memory
   std::function<bool(const RandomProblem&)> solves{};         // what its documentation says; empty: everything
   std::function<bool(const RandomProblem&)> has_bars{};       // whose rows are compared; empty: all
-  std::function<bool(const RandomProblem&)> may_move_keys{};  // to KeyPlaces::seen_first; empty: never
+  std::function<bool(const RandomProblem&)> may_move_keys{};  // to KeyOrder::seen_first; empty: never
 };
 
 enum class Outcome { solved, rejected };

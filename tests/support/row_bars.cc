@@ -48,23 +48,21 @@ struct Roundings {
   bool truncated_qk = false, truncated_pv = false;  // sums of e4m3 products that keep 13 bits
 };
 
+constexpr double kExp2 = 3.5e-6;  // of the polynomial
+
+// P is f16 times 2^7 or 2^15, and ds is f16 times 2^a where 2^a (|do| |v| + ...) >= 2^13.
+constexpr Roundings kF16Training{
+    .p = kF16, .p_least = 0x1p-32, .ds = kF16, .ds_least = 0x1p-38, .centred = kF16, .ds_scaled = true, .exp2 = kExp2};
+
 Roundings roundings_of(const Attention& a, Pass pass) {
   const bool f16 = a.precision == Precision::f16;
   if (!f16 && a.precision != Precision::bf16) return {};
   // P is at least exp(-4) where bias correction beta moves the maximum of f16.
   const double plain_least = f16 ? (a.bias_correction == BiasCorrection::beta ? 0x1p-19 : 0x1p-25) : 0x1p-126;
   const double u = f16 ? kF16 : kBf16;
-  constexpr double kExp2 = 3.5e-6;
   const Roundings r{.p = u, .p_least = plain_least, .ds = u, .ds_least = f16 ? 0x1p-25 : 0.0, .exp2 = kExp2};
   if (pass == Pass::jvp || a.bias_correction != BiasCorrection::f16) return r;
-  // Tests keep o in f32, or its residual. P is f16 times 2^7 or 2^15, ds times 2^a where 2^a (|do| |v| + ...) >= 2^13.
-  return {.p = kF16,
-          .p_least = 0x1p-32,
-          .ds = kF16,
-          .ds_least = 0x1p-38,
-          .centred = kF16,
-          .ds_scaled = true,
-          .exp2 = kExp2};
+  return kF16Training;  // tests keep o in f32, or its residual
 }
 
 // Passes of 8 bits (docs/numerics.md). The CPU's exponentials of 8-bit P are polynomials, or f16 arithmetic,
@@ -72,17 +70,11 @@ Roundings roundings_of(const Attention& a, Pass pass) {
 Roundings roundings_of(const Dequantized& x, const Attention& a, Pass pass) {
   const std::string backend = a.backend;
   const bool cpu = backend == "cpu", sm90 = backend == "sm90";
-  constexpr double kExp2 = 3.5e-6;
-  if (pass == Pass::backward && a.precision == Precision::int8)
-    return {.p = kF16,
-            .p_least = 0x1p-32,
-            .ds = kF16,
-            .ds_least = 0x1p-38,
-            .centred = kF16,
-            .ds_scaled = true,
-            .ds_of_heads = !cpu,
-            .exp2 = kExp2,
-            .recomputed = cpu};
+  if (pass == Pass::backward && a.precision == Precision::int8) {
+    Roundings r = kF16Training;
+    r.ds_of_heads = !cpu, r.recomputed = cpu;
+    return r;
+  }
   if (pass == Pass::backward) return {.codes = 127.0, .dp = 2 * kF16, .exp2 = kExp2};
   const Roundings f16{.p = kF16, .p_least = 0x1p-25, .centred = kF16, .exp2 = kExp2};
   const Roundings integers{.p = cpu ? 2 * kF16 : 0.0,

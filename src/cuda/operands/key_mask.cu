@@ -36,7 +36,7 @@ __device__ unsigned whole_blocks(unsigned seen) {
 constexpr int kListThreads = 1024, kListWarps = kListThreads / 32;
 __global__ void __launch_bounds__(kListThreads)
     list_kernel(const unsigned char* mask, int64_t batch_stride, int64_t key_stride, int keys, const KeyList list) {
-  // Of the keys of a warp: how many are in whole blocks, how many are not, and the first and the last of these.
+  // Counts the seen keys of a warp in whole blocks and the rest, and has the first and the last key of the rest.
   struct Found {
     int whole, rest, first_of_rest, last_of_rest;
   };

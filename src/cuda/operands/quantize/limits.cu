@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
       return seen.first + static_cast<int>(static_cast<int64_t>(sample) * tokens / sampled);
     };
     int token = place(i);
-    // Where a mask tensor hides tokens, a sample is the first one from its place on that is seen.
+    // A mask tensor may hide the token at the place of a sample. The next token that it does not hide is taken then.
     if (a.seen.counts) {
       const unsigned char* const sees = a.seen.keys.of(batch_or_sequence, static_cast<int>(blockIdx.x) % a.kv_heads);
       for (const int last = place(i + 1) - 1; token < last && !sees[token];) ++token;

@@ -1,5 +1,5 @@
-// Dropout's random numbers of a tile, drawn between its exponentials: integer instructions take two to three times as
-// long while products run unless others stand between them.
+// Dropout's random numbers of a tile, drawn between its exponentials. One after the other their integer instructions
+// take two to three times as long while products run.
 #pragma once
 #include "cuda/fragment/dropout.h"
 

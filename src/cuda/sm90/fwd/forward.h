@@ -283,7 +283,7 @@ struct Forward {
     }
   }
 
-  // Where dropout draws between the exponentials; three warpgroups have no registers for that.
+  // True: dropout draws its random numbers between the exponentials. Three warpgroups have no registers for that.
   static constexpr bool kDrawsBesideExp = kDrops && Tile::kWarpgroups < 3;
   using Drawn = std::conditional_t<kDrawsBesideExp, Draw<kKeys>, NoDraw>;
   __device__ Drawn start_draw(const Rows& rows, int tile) const {
