@@ -6,6 +6,7 @@
 #include <octet/formats.hpp>
 #include <random>
 #include <sstream>
+#include <type_traits>
 
 namespace octet::test {
 
@@ -201,22 +202,47 @@ Tensor Buffer::view() const {
   return Tensor(memory_->data() + static_cast<size_t>(offset_) * bytes_of(dtype_), dtype_, shape_, stride_);
 }
 
+namespace {
+
+// Calls f with a dtype as a constant: a loop over elements then decides once which conversion it makes.
+template <class F>
+void with_constant(DType dtype, const F& f) {
+  const auto with = [&]<octet_dtype constant> { f(std::integral_constant<octet_dtype, constant>{}); };
+  switch (dtype) {
+    case DType::f64:
+      return with.template operator()<OCTET_F64>();
+    case DType::f32:
+      return with.template operator()<OCTET_F32>();
+    case DType::f16:
+      return with.template operator()<OCTET_F16>();
+    case DType::bf16:
+      return with.template operator()<OCTET_BF16>();
+    default:
+      f(static_cast<octet_dtype>(dtype));
+  }
+}
+
+}  // namespace
+
 Values Buffer::values() const {
   if (!memory_) return {};
   Values out(shape_);
   const Tensor v = view();
-  for_each(shape_, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
-    out.at(b, h, t, c) = load(static_cast<octet_dtype>(dtype_), v.data,
-                              b * stride_[0] + h * stride_[1] + t * stride_[2] + c * stride_[3]);
+  with_constant(dtype_, [&](auto dtype) {
+    double* to = out.data.data();
+    for_each(shape_, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
+      *to++ = load(dtype, v.data, b * stride_[0] + h * stride_[1] + t * stride_[2] + c * stride_[3]);
+    });
   });
   return out;
 }
 
 void Buffer::set(const Values& values) {
   const Tensor v = view();
-  for_each(shape_, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
-    store(static_cast<octet_dtype>(dtype_), v.data, b * stride_[0] + h * stride_[1] + t * stride_[2] + c * stride_[3],
-          values.at(b, h, t, c));
+  with_constant(dtype_, [&](auto dtype) {
+    for_each(shape_, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
+      store(dtype, v.data, b * stride_[0] + h * stride_[1] + t * stride_[2] + c * stride_[3], values.at(b, h, t, c));
+    });
   });
 }
 
@@ -232,19 +258,21 @@ Difference difference(const Values& got, const Values& want) {
   Difference d;
   double square = 0.0, norm = 0.0;
   double worst = -1.0;
-  for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
-    const double g = got.at(b, h, t, c), w = want.at(b, h, t, c);
+  size_t where = 0;
+  for (size_t i = 0; i < want.data.size(); ++i) {
+    const double g = got.data[i], w = want.data[i];
     double error = g == w ? 0.0 : std::fabs(g - w);
     if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
     square += error * error;
     if (std::isfinite(w)) norm += w * w;
-    if (error <= worst) return;
-    worst = error;
-    d.where = {b, h, t, c};
-    d.got = g;
-    d.want = w;
-  });
+    if (error > worst) worst = error, where = i;
+  }
   if (want.data.empty()) return d;
+  auto rest = static_cast<int64_t>(where);
+  for (size_t dimension = 4; dimension-- > 0; rest /= want.shape[dimension])
+    d.where[dimension] = rest % want.shape[dimension];
+  d.got = got.data[where];
+  d.want = want.data[where];
   d.largest = worst;
   d.rms = std::sqrt(square / static_cast<double>(want.data.size()));
   d.norm = std::sqrt(norm / static_cast<double>(want.data.size()));
