@@ -1,19 +1,31 @@
-# The kernels, one source a list row: each compiles a while, and side by side they take less. octet_instance(PASS NAME
-# HEADER DECLARATION) writes the source NAME.cu of a pass such as sm80/fwd, which instantiates what HEADER of its folder
-# defines, and adds it to the sources of its backend.
+# The kernels, in sources of one to five: side by side they take less time, and each source reads its headers for itself,
+# which takes half as long as a kernel of sm90. octet_instance(PASS NAME HEADER DECLARATION) adds a kernel that HEADER
+# defines to the source NAME.cu of a pass such as sm80/fwd; octet_write_instances() writes the sources.
 function(octet_instance pass name header declaration)
-  string(REPLACE "/" ";" folders ${pass})
-  list(GET folders 0 backend)
-  set(source ${generated}/cuda/${pass}/${name}.cu)
-  file(CONFIGURE OUTPUT ${source} @ONLY CONTENT [[#include "cuda/@pass@/@header@"
+  get_property(sources DIRECTORY PROPERTY octet_instances)
+  if(NOT ${pass}/${name} IN_LIST sources)
+    set_property(DIRECTORY APPEND PROPERTY octet_instances ${pass}/${name})
+    set_property(DIRECTORY PROPERTY octet_header_of_${pass}/${name} ${pass}/${header})
+  endif()
+  set_property(DIRECTORY APPEND_STRING PROPERTY octet_instances_of_${pass}/${name} "template ${declaration};\n")
+endfunction()
+
+function(octet_write_instances)
+  get_property(sources DIRECTORY PROPERTY octet_instances)
+  foreach(name ${sources})
+    string(REGEX REPLACE "/.*" "" backend ${name})
+    get_property(header DIRECTORY PROPERTY octet_header_of_${name})
+    get_property(instances DIRECTORY PROPERTY octet_instances_of_${name})
+    set(source ${generated}/cuda/${name}.cu)
+    file(CONFIGURE OUTPUT ${source} @ONLY CONTENT [[#include "cuda/@header@"
 
 namespace octet::cuda::@backend@ {
 
-template @declaration@;
-
+@instances@
 }  // namespace octet::cuda::@backend@
 ]])
-  target_sources(octet_cuda_${backend} PRIVATE ${source})
+    target_sources(octet_cuda_${backend} PRIVATE ${source})
+  endforeach()
 endfunction()
 
 foreach(precision Bf16 F16 Bf16F16Compute Int8F16)
@@ -21,18 +33,19 @@ foreach(precision Bf16 F16 Bf16F16Compute Int8F16)
 endforeach()
 foreach(precision Bf16 F16 Bf16F16Compute)
   foreach(extra Alibi Dropout Mask)
-    octet_instance(sm90/fwd ${precision}_${extra} kernel.h
+    octet_instance(sm90/fwd ${precision}_with kernel.h
       "Kernel forward_kernel<With${extra}<Precision${precision}>>(int64_t, int64_t)")
   endforeach()
 endforeach()
 foreach(precision Bf16 F16)
-  octet_instance(sm90/fwd ${precision}_beta kernel.h
+  octet_instance(sm90/fwd ${precision}_with kernel.h
     "Kernel forward_kernel<WithBeta<Precision${precision}>>(int64_t, int64_t)")
-  octet_instance(sm90/fwd ${precision}_few_keys kernel.h
+  octet_instance(sm90/fwd ${precision}_with kernel.h
     "Kernel forward_kernel<WithFewKeys<Precision${precision}>>(int64_t, int64_t)")
 endforeach()
 foreach(precision Int8 Int8Fp8 Fp8 Fp8Prequantized Fp8Unscaled)
-  octet_instance(sm90/fwd ${precision} kernel_8bit.h
+  string(REGEX MATCH "^(Int8|Fp8)" qk ${precision})
+  octet_instance(sm90/fwd ${qk} kernel_8bit.h
     "Kernel forward_8bit_kernel<Precision${precision}>(int64_t, int64_t)")
 endforeach()
 octet_instance(sm90/bwd Bf16 instances.h "Kernel backward_kernel<Bf16, Bins::first>(int64_t, int64_t, Sums)")
@@ -42,7 +55,7 @@ foreach(instance "Bf16;first" "F16;first" "F16;further")
   list(GET instance 0 type)
   list(GET instance 1 bins)
   foreach(extra alibi dropout mask f16_mask)
-    octet_instance(sm90/bwd ${type}_${bins}_${extra} instances.h
+    octet_instance(sm90/bwd ${type}_${bins}_with instances.h
       "Kernel backward_kernel_with<${type}, Bins::${bins}, Extra::${extra}>(int64_t, int64_t)")
   endforeach()
 endforeach()
@@ -56,57 +69,59 @@ foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8I
     foreach(rows queries pairs pages)
       if(NOT "${precision}_${logits}" MATCHES "^(F32|Int8|.*Fp8.*)_masked$" AND NOT "${logits}_${rows}" MATCHES "^masked_pa" AND
          NOT "${precision}_${rows}" MATCHES "^(F32|Int8F16)_pages$" AND NOT "${precision}_${rows}" MATCHES "^(Bf16F16Compute|Int8Training|Int8|.*Fp8.*)_pa.*$")
-        octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
+        octet_instance(sm80/fwd ${precision}_${rows} kernel.h
           "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
       endif()
     endforeach()
   endforeach()
 endforeach()
-octet_instance(sm80/fwd Int8F16_plain_doubled kernel.h
+octet_instance(sm80/fwd Int8F16_doubled kernel.h
   "ForwardKernel forward_kernel_of<PrecisionInt8F16, Logits::plain, TileRows::doubled>(int64_t)")
-octet_instance(sm80/fwd Int8F16Sums_plain_queries kernel.h
+octet_instance(sm80/fwd Int8F16Sums_queries kernel.h
   "ForwardKernel forward_kernel_of<PrecisionInt8F16Sums, Logits::plain, TileRows::queries>(int64_t)")
 foreach(precision Bf16 F16)
-  octet_instance(sm80/fwd ${precision}_plain_half kernel.h
+  octet_instance(sm80/fwd ${precision}_half_queries kernel.h
     "ForwardKernel forward_kernel_of<Precision${precision}, Logits::plain, TileRows::half_queries>(int64_t)")
   foreach(logits plain general)
     foreach(rows few_pairs few_pages)
-      octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
+      octet_instance(sm80/fwd ${precision}_${rows} kernel.h
         "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
     endforeach()
   endforeach()
 endforeach()
 foreach(logits plain general)
-  octet_instance(sm80/fwd Codes_${logits}_pages kernel.h
+  octet_instance(sm80/fwd Codes_pages kernel.h
     "ForwardKernel forward_kernel_of<PrecisionCodes, Logits::${logits}, TileRows::pages>(int64_t)")
 endforeach()
 foreach(type Bf16 F16)
   foreach(logits plain masked general)
     foreach(memory small large)
       if(NOT "${logits}_${memory}" STREQUAL general_large)
-        octet_instance(sm80/bwd ${type}_${logits}_${memory} kernel.h
+        octet_instance(sm80/bwd ${type}_${memory} kernel.h
           "BackwardKernel backward_kernel<${type}, Logits::${logits}, SharedMemory::${memory}>(int)")
       endif()
     endforeach()
   endforeach()
   foreach(logits masked general)
-    octet_instance(sm80/bwd Dmask_${type}_${logits} dmask_kernel.h
+    octet_instance(sm80/bwd Dmask_${type} dmask_kernel.h
       "DmaskKernel dmask_kernel<${type}, Logits::${logits}>(int)")
   endforeach()
 endforeach()
-octet_instance(sm80/bwd Int8_plain_large kernel.h
+octet_instance(sm80/bwd Int8 kernel.h
   "BackwardKernel int8_backward_kernel<Logits::plain, SharedMemory::large>(int)")
 foreach(logits plain general)
-  octet_instance(sm80/bwd Blocks_${logits} kernel.h
+  octet_instance(sm80/bwd Blocks kernel.h
     "BackwardKernel block_backward_kernel<Logits::${logits}>(int)")
-  octet_instance(sm80/bwd Int8_${logits}_small kernel.h
+  octet_instance(sm80/bwd Int8 kernel.h
     "BackwardKernel int8_backward_kernel<Logits::${logits}, SharedMemory::small>(int)")
   foreach(instance "Bf16;all" "Bf16;some" "F16;all" "F16;some" "float;some")
     list(GET instance 0 type)
     list(GET instance 1 tangents)
-    octet_instance(sm80/jvp ${type}_${logits}_${tangents} kernel.h
+    octet_instance(sm80/jvp ${type}_${tangents} kernel.h
       "JvpKernel jvp_kernel<${type}, Logits::${logits}, Tangents::${tangents}>(int64_t)")
   endforeach()
   octet_instance(sm80/bwd F32_${logits} f32_entry.h
     "void launch_f32<Logits::${logits}>(int, const F32Params&, int64_t, int64_t, cudaStream_t)")
 endforeach()
+
+octet_write_instances()
