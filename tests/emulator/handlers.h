@@ -228,10 +228,13 @@ void load_matrices(Warp& w, const Instruction& n, Lanes) {
   for (u32 m = 0; m < n.count; ++m) std::memcpy(w.at<u32>(n.operand[m]), out[m], sizeof out[m]);
 }
 
-// The products of m16n8k16, exact. Operand `first` is the first of a[4], which b[2] follow.
+// Sums of m16n8k16, exact: of a row all columns side by side, as the compiler has vectors for them. Operand `first` is
+// the first of a[4], which b[2] follow.
 template <bool bf16>
 struct Products {
-  double a[16][16], b[8][16];
+  double a[16][16], b[16][8];
+  double sum[16][8];  // set by the caller to what the products are added to
+
   Products(Warp& w, const Instruction& n, int first) {
     static const float* const table = f16_table();
     const auto value = [](u16 x) { return bf16 ? from_bf16(x) : table[x]; };
@@ -244,36 +247,43 @@ struct Products {
       }
       for (int j = 0; j < 2; ++j) {
         const u32 x = w.at<u32>(n.operand[first + 4 + j])[i];
-        double* at = &b[row][column + 8 * j];
-        at[0] = value(static_cast<u16>(x)), at[1] = value(static_cast<u16>(x >> 16));
+        b[column + 8 * j][row] = value(static_cast<u16>(x));
+        b[column + 8 * j + 1][row] = value(static_cast<u16>(x >> 16));
       }
     }
   }
-  double added_to(double sum, int row, int column) const {
-    for (int k = 0; k < 16; ++k) sum += a[row][k] * b[column][k];
-    return sum;
+  void add() {
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 16; ++k)
+        for (int column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
   }
 };
 template <bool bf16>
 void multiply_matrices(Warp& w, const Instruction& n, Lanes) {  // d[4], a[4], b[2], c[4]
-  const Products<bf16> products(w, n, 4);
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < 4; ++j) {
-      const int row = i / 4 + 8 * (j / 2), column = i % 4 * 2 + j % 2;
-      w.at<f32>(n.operand[j])[i] = truncated(products.added_to(w.at<f32>(n.operand[10 + j])[i], row, column));
-    }
+  Products<bf16> products(w, n, 4);
+  const auto each_sum = [&](const auto& f) {
+    for (int j = 0; j < 4; ++j)
+      for (int i = 0; i < kLanes; ++i) f(i, j, products.sum[i / 4 + 8 * (j / 2)][i % 4 * 2 + j % 2]);
+  };
+  each_sum([&](int i, int j, double& sum) { sum = w.at<f32>(n.operand[10 + j])[i]; });
+  products.add();
+  each_sum([&](int i, int j, double& sum) { w.at<f32>(n.operand[j])[i] = truncated(sum); });
 }
 // The same with sums in f16, to which the exact sum is rounded once.
 inline void multiply_matrices_to_f16(Warp& w, const Instruction& n, Lanes) {  // d[2], a[4], b[2], c[2]
-  const Products<false> products(w, n, 2);
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < 2; ++j) {
-      const u32 c = w.at<u32>(n.operand[8 + j])[i];
-      const int row = i / 4 + 8 * j, column = i % 4 * 2;
-      const auto sum = [&](u16 from, int at) { return to_f16(products.added_to(f16_table()[from], row, at)); };
-      w.at<u32>(n.operand[j])[i] =
-          static_cast<u32>(sum(static_cast<u16>(c >> 16), column + 1)) << 16 | sum(static_cast<u16>(c), column);
-    }
+  Products<false> products(w, n, 2);
+  const auto each_pair = [&](const auto& f) {
+    for (int j = 0; j < 2; ++j)
+      for (int i = 0; i < kLanes; ++i) f(i, j, &products.sum[i / 4 + 8 * j][i % 4 * 2]);
+  };
+  each_pair([&](int i, int j, double* sum) {
+    const u32 c = w.at<u32>(n.operand[8 + j])[i];
+    sum[0] = f16_table()[static_cast<u16>(c)], sum[1] = f16_table()[static_cast<u16>(c >> 16)];
+  });
+  products.add();
+  each_pair([&](int i, int j, const double* sum) {
+    w.at<u32>(n.operand[j])[i] = static_cast<u32>(to_f16(sum[1])) << 16 | to_f16(sum[0]);
+  });
 }
 
 // The same of bytes, m16n8k32, whose sums wrap around.
