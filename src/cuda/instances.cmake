@@ -1,11 +1,16 @@
 # The kernels, in sources of one to five: side by side they take less time, and each source reads its headers for itself,
 # which takes half as long as a kernel of sm90. octet_instance(PASS NAME HEADER DECLARATION) adds a kernel that HEADER
-# defines to the source NAME.cu of a pass such as sm80/fwd; octet_write_instances() writes the sources.
+# defines to the source NAME.cu of a pass such as sm80/fwd; octet_write_instances() writes the sources, for the backend or
+# for the TARGET that follows a declaration.
 function(octet_instance pass name header declaration)
   get_property(sources DIRECTORY PROPERTY octet_instances)
   if(NOT ${pass}/${name} IN_LIST sources)
     set_property(DIRECTORY APPEND PROPERTY octet_instances ${pass}/${name})
     set_property(DIRECTORY PROPERTY octet_header_of_${pass}/${name} ${pass}/${header})
+    string(REGEX REPLACE "/.*" "" backend ${pass})
+    set(target octet_cuda_${backend} ${ARGN})
+    list(GET target -1 target)
+    set_property(DIRECTORY PROPERTY octet_target_of_${pass}/${name} ${target})
   endif()
   set_property(DIRECTORY APPEND_STRING PROPERTY octet_instances_of_${pass}/${name} "template ${declaration};\n")
 endfunction()
@@ -24,7 +29,8 @@ namespace octet::cuda::@backend@ {
 @instances@
 }  // namespace octet::cuda::@backend@
 ]])
-    target_sources(octet_cuda_${backend} PRIVATE ${source})
+    get_property(target DIRECTORY PROPERTY octet_target_of_${name})
+    target_sources(${target} PRIVATE ${source})
   endforeach()
 endfunction()
 
@@ -73,6 +79,13 @@ foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8I
           "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
       endif()
     endforeach()
+  endforeach()
+endforeach()
+foreach(precision Int8Fp8InE4m3 Fp8InE4m3 Fp8RawInE4m3)
+  foreach(logits plain general)
+    octet_instance(sm80/fwd ${precision}_queries kernel.h
+      "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::queries>(int64_t)"
+      octet_cuda_sm80_e4m3)
   endforeach()
 endforeach()
 octet_instance(sm80/fwd Int8F16_doubled kernel.h

@@ -152,6 +152,24 @@ u16 to_f16(T x) {
   return sign | static_cast<u16>(units + (exponent + 14) * 1024);
 }
 
+// Numbers of e4m3, whose largest is 448 and which has no infinity.
+inline float from_e4m3(u8 code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  const float magnitude = exponent == 15 && fraction == 7 ? std::numeric_limits<float>::quiet_NaN()
+                          : exponent ? std::ldexp(8.f + static_cast<float>(fraction), exponent - 10)
+                                     : std::ldexp(static_cast<float>(fraction), -9);
+  return code >> 7 ? -magnitude : magnitude;
+}
+inline u8 to_e4m3(float x) {
+  if (x != x) return 0x7f;
+  const u8 sign = std::signbit(x) ? 0x80 : 0;
+  const float magnitude = std::min(std::fabs(x), 448.f);
+  const int exponent = std::max(std::ilogb(magnitude == 0.f ? 0x1p-9f : magnitude), -6);
+  // Units of the last place, rounded to nearest even.
+  const int units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+  return sign | static_cast<u8>(units + (exponent + 6) * 8);
+}
+
 template <class D>
 D saturated(double x) {  // NaN becomes 0
   if (!(x == x)) return 0;

@@ -1,7 +1,8 @@
 // The CUDA runtime API as far as octet and its tests use it, for one device that is this process: its memory is the
 // host's, its kernels are run from the PTX in the program, and every call returns when its work is done.
 // OCTET_EMULATED_SHARED_BYTES sets the shared memory that a thread block may have (default 101376, as on compute
-// capability 8.6), OCTET_EMULATED_NAME the name of the device.
+// capability 8.6), OCTET_EMULATED_NAME the name of the device, OCTET_EMULATED_CAPABILITY its compute capability, 80
+// or 89.
 #include <cuda_profiler_api.h>
 #include <cuda_runtime_api.h>
 #include <zstd.h>
@@ -129,6 +130,11 @@ int shared_bytes() {
   return given ? std::atoi(given) : 101376;
 }
 
+int capability() {
+  const char* const given = std::getenv("OCTET_EMULATED_CAPABILITY");
+  return given ? std::atoi(given) : 80;
+}
+
 cudaError_t launch(const Kernel& kernel, dim3 grid, dim3 threads, void** arguments, size_t shared,
                    cudaStream_t stream) {
   if (!grid.x || !grid.y || !grid.z || !threads.x || threads.x * threads.y * threads.z > 1024)
@@ -227,10 +233,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device)
   if (device) return result(cudaErrorInvalidDevice);
   switch (which) {
     case cudaDevAttrComputeCapabilityMajor:
-      *value = 8;
+      *value = capability() / 10;
       break;
     case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
+      *value = capability() % 10;
       break;
     case cudaDevAttrMultiProcessorCount:
       *value = 6;
@@ -251,8 +257,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   if (device) return result(cudaErrorInvalidDevice);
   *p = {};
   const char* const name = std::getenv("OCTET_EMULATED_NAME");
-  std::snprintf(p->name, sizeof p->name, "%s", name ? name : "emulator of compute capability 8.0");
-  p->major = 8, p->minor = 0, p->multiProcessorCount = 6, p->totalGlobalMem = kMemory;
+  std::snprintf(p->name, sizeof p->name, "%s", name ? name : "emulator of a GPU");
+  p->major = capability() / 10, p->minor = capability() % 10, p->multiProcessorCount = 6, p->totalGlobalMem = kMemory;
   p->sharedMemPerBlockOptin = shared_bytes();
   return cudaSuccess;
 }

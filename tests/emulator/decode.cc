@@ -309,7 +309,17 @@ struct Statement {
     } else if (operation == "cvt") {
       const std::string& to = name[name.size() - 2];
       const std::string rounding = name.size() > 3 ? name[1] : "";
-      if (to == "f16x2" || to == "bf16x2") {
+      if (to == "e4m3x2" && has("satfinite")) {
+        take(tokens[0], 2), take(tokens[1], 4), take(tokens[2], 4);
+        out.run = binary<[](f32 a, f32 b) { return static_cast<u16>(to_e4m3(a) << 8 | to_e4m3(b)); }, u16, f32, f32>;
+      } else if (to == "f16x2" && type == "e4m3x2") {
+        take(tokens[0], 4), take(tokens[1], 2);
+        out.run = unary<[](u16 a) {
+          const auto half = [](u16 code) { return to_f16(from_e4m3(static_cast<u8>(code))); };
+          return static_cast<u32>(half(a >> 8)) << 16 | half(a);
+        },
+                        u32, u16>;
+      } else if (to == "f16x2" || to == "bf16x2") {
         take_all(4);
         out.run = to == "f16x2" ? convert_pair<to_f16> : convert_pair<to_bf16>;
       } else if (to == "f16" || to == "bf16") {
@@ -386,6 +396,11 @@ struct Statement {
         for (const auto& r : members(token)) take(r, 4);
       out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
       out.run = has("u8") ? multiply_matrices_of_bytes<u8, s8> : multiply_matrices_of_bytes<s8, s8>;
+    } else if (operation == "mma" && has("m16n8k32") && has("e4m3") && type == "f32") {
+      for (const auto& token : tokens)
+        for (const auto& r : members(token)) take(r, 4);
+      out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
+      out.run = multiply_matrices_of_e4m3;
     }
   }
   // Arithmetic and bits.

@@ -312,6 +312,31 @@ void multiply_matrices_of_bytes(Warp& w, const Instruction& n, Lanes) {
     }
 }
 
+// The same of e4m3. Tensor cores add up the 32 products and what they had by then in fixed point: each of the 33 terms
+// is cut off 13 bits below the largest one.
+inline void multiply_matrices_of_e4m3(Warp& w, const Instruction& n, Lanes) {
+  f32 a[16][32], b[8][32];
+  const auto read = [](u32 word, f32* to) {
+    for (int c = 0; c < 4; ++c) to[c] = from_e4m3(static_cast<u8>(word >> 8 * c));
+  };
+  for (int i = 0; i < kLanes; ++i) {
+    const int row = i / 4, column = i % 4 * 4;
+    for (int j = 0; j < 4; ++j) read(w.at<u32>(n.operand[4 + j])[i], &a[row + 8 * (j % 2)][column + 16 * (j / 2)]);
+    for (int j = 0; j < 2; ++j) read(w.at<u32>(n.operand[8 + j])[i], &b[row][column + 16 * j]);
+  }
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < 4; ++j) {
+      const int row = i / 4 + 8 * (j / 2), column = i % 4 * 2 + j % 2;
+      f64 terms[33] = {w.at<f32>(n.operand[10 + j])[i]}, most = std::fabs(terms[0]), sum = 0.0;
+      for (int k = 0; k < 32; ++k) terms[k + 1] = a[row][k] * b[column][k];
+      bool finite = true;
+      for (const f64 term : terms) most = std::max(most, std::fabs(term)), finite &= std::isfinite(term);
+      const f64 unit = finite && most > 0.0 ? std::ldexp(1.0, std::ilogb(most) - 13) : 0.0;
+      for (const f64 term : terms) sum += unit > 0.0 ? std::trunc(term / unit) * unit : term;
+      w.at<f32>(n.operand[j])[i] = static_cast<f32>(sum);
+    }
+}
+
 // Numbers of 16 bits, of which a register has two: the larger one, or all bits set where a is less than b.
 inline u16 larger_f16(u16 a, u16 b) { return std::isnan(f16_table()[b]) || f16_table()[a] > f16_table()[b] ? a : b; }
 inline u16 larger_bf16(u16 a, u16 b) { return std::isnan(from_bf16(b)) || from_bf16(a) > from_bf16(b) ? a : b; }

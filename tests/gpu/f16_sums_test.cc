@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "gpu/explained.h"
 #include "gpu/place.h"
 #include "passes/real.h"
 #include "support/random_problems.h"
@@ -22,20 +23,9 @@ namespace {
 constexpr const char *kVariable = "OCTET_F16_SUMS", *kBackend = "sm80", *kSays = "P v summed in f16";
 const Tested kSm80{kBackend, [] { return std::make_unique<GpuPlace>(); }};
 
-// Sets the variable, or takes it from the environment, for the time of its life.
-class Wanted {
- public:
-  explicit Wanted(const char* value) {
-    if (const char* const now = std::getenv(kVariable)) before_ = now;
-    set(value);
-  }
-  ~Wanted() { set(before_ ? before_->c_str() : nullptr); }
-  Wanted(const Wanted&) = delete;
-  Wanted& operator=(const Wanted&) = delete;
-
- private:
-  static void set(const char* value) { value ? setenv(kVariable, value, 1) : unsetenv(kVariable); }
-  std::optional<std::string> before_;
+// Sets the variable for the time of its life.
+struct Wanted : Variable {
+  explicit Wanted(const char* value) : Variable(kVariable, value) {}
 };
 
 Case of_dim(int64_t dim) {
@@ -44,13 +34,6 @@ Case of_dim(int64_t dim) {
 
 Attention int8_f16(const Case& c) { return attention_of(c, Precision::int8_f16, kBackend); }
 
-std::string explained(const Case& c, const Attention& attention) {
-  const Inputs in = draw(c, 1);
-  const Buffer q(in.q, c.dtype), k(in.k, c.dtype), v(in.v, c.dtype), o(c.out_dtype, c.o_shape());
-  GpuPlace place;
-  return explain(attention,
-                 Forward{.q = place.tensor(q), .k = place.tensor(k), .v = place.tensor(v), .o = place.tensor(o)});
-}
 std::string explained(const Case& c) { return explained(c, int8_f16(c)); }
 
 Outputs run_on_gpu(const Case& c, const Inputs& in, const Attention& attention) {

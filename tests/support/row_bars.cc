@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <sstream>
 
@@ -65,11 +66,17 @@ Roundings roundings_of(const Attention& a, Pass pass) {
   return kF16Training;  // tests keep o in f32, or its residual
 }
 
+// Where tensor cores multiply e4m3: on Hopper, and in sm80 where the environment says so.
+bool multiplies_e4m3(const std::string& backend) {
+  const char* const wanted = std::getenv("OCTET_E4M3_PRODUCTS");
+  return backend == "sm90" || (backend == "sm80" && wanted && std::string(wanted) == "1");
+}
+
 // Passes of 8 bits (docs/numerics.md). The CPU's exponentials of 8-bit P are polynomials, or f16 arithmetic,
 // whose l adds eight numbers in f16. A GPU rounds P of e4m3 where its largest is 448, or on Hopper 56 and more.
 Roundings roundings_of(const Dequantized& x, const Attention& a, Pass pass) {
   const std::string backend = a.backend;
-  const bool cpu = backend == "cpu", sm90 = backend == "sm90";
+  const bool cpu = backend == "cpu", sm90 = backend == "sm90", truncates = multiplies_e4m3(backend);
   if (pass == Pass::backward && a.precision == Precision::int8) {
     Roundings r = kF16Training;
     r.ds_of_heads = !cpu, r.recomputed = cpu;
@@ -95,14 +102,14 @@ Roundings roundings_of(const Dequantized& x, const Attention& a, Pass pass) {
               .l = 0.0,
               .l_least = 0x1p-126,
               .exp2 = kExp2,
-              .truncated_qk = sm90,
-              .truncated_pv = sm90};
+              .truncated_qk = truncates,
+              .truncated_pv = truncates};
     default:
       return {.p = kE4m3,
               .p_least = 0x1p-10 / (sm90 ? 56 : 448),
               .exp2 = kExp2,
-              .truncated_qk = sm90 && a.precision == Precision::fp8,
-              .truncated_pv = sm90};
+              .truncated_qk = truncates && a.precision == Precision::fp8,
+              .truncated_pv = truncates};
   }
 }
 

@@ -13,14 +13,12 @@ enum class Pairs { neighbours, alternate };
 __device__ inline uint32_t f16_pair(__half2 x) { return reinterpret_cast<const uint32_t&>(x); }
 __device__ inline __half2 as_pair(uint32_t x) { return reinterpret_cast<const __half2&>(x); }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-// cvt.rn.f16x2.e4m3x2. PTX ISA, 9.7.9.21.
+// cvt.rn.f16x2.e4m3x2. PTX ISA, 9.7.9.21. Since compute capability 8.9.
 __device__ inline uint32_t e4m3_pair(uint16_t x) {
   uint32_t d;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(x));
   return d;
 }
-#endif
 
 // Turns four codes into two pairs: bytes (0, 1) and (2, 3) or, alternate, (0, 2) and (1, 3).
 template <class Code, Pairs pairs>

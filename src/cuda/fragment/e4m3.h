@@ -13,4 +13,10 @@ __device__ inline float round_to_e4m3(float x) {
   return __fmaf_rn(power, -0x1p20f, __fmaf_rn(power, 0x1p20f, x));
 }
 
+// Returns the byte of a number of e4m3: 2^-120 of it has the exponent and the fraction of e4m3 as its upper bits.
+__device__ inline unsigned e4m3_code(float x) {
+  const unsigned magnitude = isnan(x) ? 0x7f : __float_as_uint(fabsf(x) * 0x1p-120f) >> 20;
+  return (__float_as_uint(x) >> 24 & 0x80) | magnitude;
+}
+
 }  // namespace octet::cuda

@@ -29,9 +29,14 @@ const Card& card(int device) {
   const std::lock_guard lock(mutex);
   const auto found = cards.find(device);
   if (found != cards.end()) return found->second;
-  return cards[device] = {attribute(cudaDevAttrMultiProcessorCount, device), attribute(cudaDevAttrL2CacheSize, device),
+  const int capability =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
+  return cards[device] = {attribute(cudaDevAttrMultiProcessorCount, device),
+                          attribute(cudaDevAttrL2CacheSize, device),
                           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-                          name_of(device).find("GeForce") != std::string::npos};
+                          name_of(device).find("GeForce") != std::string::npos,
+                          capability == 89 || capability / 10 == 12,
+                          capability >= 89};
 }
 
 const Card& current_card() {

@@ -74,6 +74,15 @@ __device__ inline void mma_m16n8k32<U8, S8>(int* d, const uint32_t* a, const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(begin));
 }
 
+// mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32: the same with sums in float32. Since compute capability 8.9;
+// tensor cores have it on 8.9 and 12.0, and elsewhere the operands are converted to f16 first. PTX ISA, 9.7.14.5.10.
+__device__ inline void mma_m16n8k32_e4m3(float* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // ldmatrix.m8n8.x4: a warp loads four 8 x 8 matrices of 16 bits, matrix i into x[i]. Lane l gives the shared address of
 // row l mod 8 of matrix l / 8. Thread t gets elements 2 (t mod 4) and the next of row t / 4. PTX ISA, 9.7.14.5.15.
 __device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t address) {

@@ -49,6 +49,12 @@ __device__ inline uint32_t pack<E4m3>(float x0, float x1, float x2, float x3) {
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return d;
 }
+// The same of two numbers, x0 in the lower byte.
+__device__ inline uint16_t pack_e4m3(float x0, float x1) {
+  uint16_t d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(d) : "f"(x0), "f"(x1));
+  return d;
+}
 // cvt.rni.s32.f32 and cvt.pack.sat, which ptxas fuses into one instruction for two numbers; NaN gives 0. PTX ISA,
 // 9.7.9.22.
 __device__ inline int nearest(float x) {

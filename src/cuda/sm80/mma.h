@@ -1,6 +1,8 @@
 // Matrix products of one warp (mma.sync) on tiles in shared memory and fragments in registers. A warp has 16 rows of
 // an accumulator, or `M` times 16 rows, which share the loads of the right operand.
 #pragma once
+#include <type_traits>
+
 #include "cuda/fragment/accumulator.h"
 #include "cuda/ptx/mma_sync.h"
 #include "cuda/sm80/smem.h"
@@ -47,6 +49,8 @@ __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, co
         Sum* const sums = &d[m].x[8 * n + 4 * half];
         if constexpr (sizeof(A) == 2)
           ptx::mma_m16n8k16<A>(sums, left(m), &x[2 * half]);
+        else if constexpr (std::is_same_v<A, E4m3>)
+          ptx::mma_m16n8k32_e4m3(sums, left(m), &x[2 * half]);
         else if (begin)
           ptx::mma_m16n8k32<A, B>(sums, left(m), &x[2 * half], begin);
         else

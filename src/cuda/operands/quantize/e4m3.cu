@@ -44,6 +44,19 @@ __device__ float nearest_e4m3(float x) {
   return isnan(x) ? x : copysignf(round_to_e4m3(fminf(fabsf(x), kLargestE4m3)), x);
 }
 
+// Writes eight numbers of e4m3 from element `at` on.
+__device__ void write(const E4m3Rows& a, int64_t at, const float (&y)[kVec8]) {
+  if (a.as == E4m3Form::bytes) {
+    uint2 words{};
+    for (int c = 0; c < kVec8; ++c) (&words.x)[c / 4] |= e4m3_code(y[c]) << 8 * (c % 4);
+    *reinterpret_cast<uint2*>(static_cast<E4m3*>(a.to) + at) = words;
+  } else {
+    uint4 words;
+    for (int c = 0; c < kVec8; c += 2) (&words.x)[c / 2] = ptx::pack<F16>(y[c], y[c + 1]);
+    *reinterpret_cast<uint4*>(static_cast<F16*>(a.to) + at) = words;
+  }
+}
+
 // A group of lanes has a row.
 __global__ void __launch_bounds__(kThreads) e4m3_rows_kernel(const __grid_constant__ E4m3Rows a) {
   const int lanes = a.dim / kVec8, lane = threadIdx.x % lanes, rows_at_once = kThreads / lanes;
@@ -77,7 +90,6 @@ __global__ void __launch_bounds__(kThreads) e4m3_rows_kernel(const __grid_consta
       scale.scale = input_scale;
     else if (a.scale)
       scale = most <= FLT_MAX ? scale_of(most, kLargestE4m3) : Scale{NAN, 0.f};
-    uint4 word;
     float y[kVec8];
     for (int c = 0; c < kVec8; ++c) {
       float by = scale.inverse;
@@ -87,8 +99,7 @@ __global__ void __launch_bounds__(kThreads) e4m3_rows_kernel(const __grid_consta
              : a.inverse && isinf(x[c])               ? NAN
                                                       : nearest_e4m3(__fmul_rn(x[c], by));
     }
-    for (int c = 0; c < kVec8; c += 2) (&word.x)[c / 2] = ptx::pack<F16>(y[c], y[c + 1]);
-    *reinterpret_cast<uint4*>(a.to + row * a.dim + lane * kVec8) = word;
+    write(a, row * a.dim + lane * kVec8, y);
     if (lane > 0) continue;
     if (a.scale) a.scale[row] = scale.scale;
     if (a.mean_logit) a.mean_logit[row] = product * input_scale;
@@ -99,7 +110,11 @@ __global__ void __launch_bounds__(kThreads) e4m3_rows_kernel(const __grid_consta
 
 View E4m3Rows::view() const {
   const int64_t heads = from.shape[1];
-  return {OCTET_F16, to, {from.shape[0], heads, rows, dim}, {heads * rows * dim, int64_t{rows} * dim, dim, 1}, nullptr};
+  return {as == E4m3Form::bytes ? OCTET_E4M3 : OCTET_F16,
+          to,
+          {from.shape[0], heads, rows, dim},
+          {heads * rows * dim, int64_t{rows} * dim, dim, 1},
+          nullptr};
 }
 
 void quantize_to_e4m3(const E4m3Rows& rows, cudaStream_t stream) {
@@ -109,16 +124,24 @@ void quantize_to_e4m3(const E4m3Rows& rows, cudaStream_t stream) {
   check(cudaGetLastError(), "e4m3_rows_kernel");
 }
 
-E4m3Rows e4m3_values(const View& v, const KeyTiles& keys, const Channels& channels, int dim,
+void E4m3Rows::allocate(WorkspaceAllocator& workspace) {
+  const std::size_t numbers = count() * static_cast<std::size_t>(dim);
+  to = as == E4m3Form::bytes ? workspace.take(numbers) : workspace.take<F16>(numbers);
+}
+
+E4m3Rows e4m3_values(const View& v, E4m3Form as, const KeyTiles& keys, const Channels& channels, int dim,
                      WorkspaceAllocator& workspace) {
-  E4m3Rows x{
-      .from = strided(v), .rows = keys.count() * keys.tile, .dim = dim, .kv_heads = static_cast<int>(v.shape[1])};
+  E4m3Rows x{.from = strided(v),
+             .as = as,
+             .rows = keys.count() * keys.tile,
+             .dim = dim,
+             .kv_heads = static_cast<int>(v.shape[1])};
   x.keys = keys, x.inverse = channels.v_inverse;
-  x.to = workspace.take<F16>(x.count() * dim);
+  x.allocate(workspace);
   return x;
 }
 
-E4m3Operands::E4m3Operands(const Problem& p, const KeySide& key_side, bool scaled, int dim,
+E4m3Operands::E4m3Operands(const Problem& p, E4m3Form as, const KeySide& key_side, bool scaled, int dim,
                            WorkspaceAllocator& workspace)
     : stats_(quantize_params(p, key_side, dim, kBlockKeys)) {
   const bool q_came = p.q.dtype == OCTET_E4M3, k_came = p.k.dtype == OCTET_E4M3;
@@ -131,7 +154,8 @@ E4m3Operands::E4m3Operands(const Problem& p, const KeySide& key_side, bool scale
     scratch_ = workspace.take(quantize_scratch_bytes(stats_));
   }
   const auto rows = [&](const Strided& from) {
-    E4m3Rows x{.from = from, .rows = static_cast<int>(from.shape[2]), .dim = dim, .kv_heads = stats_.kv_heads};
+    E4m3Rows x{
+        .from = from, .as = as, .rows = static_cast<int>(from.shape[2]), .dim = dim, .kv_heads = stats_.kv_heads};
     x.cu_seqlens = stats_.cu_seqlens_q, x.sequences = stats_.keys.sequences;
     return x;
   };
@@ -143,7 +167,7 @@ E4m3Operands::E4m3Operands(const Problem& p, const KeySide& key_side, bool scale
   if (scaled)
     for (E4m3Rows* x : {&k_, &v_}) x->keys = stats_.keys, x->rows = stats_.keys.count() * kBlockKeys;
   for (E4m3Rows* x : {&q_, &k_, &v_}) {
-    x->to = workspace.take<F16>(x->count() * dim);
+    x->allocate(workspace);
     if (scaled && x != &v_) x->scale = workspace.take<float>(x->count());
   }
   const bool keeps_mean = scaled && k_came && p.k.quantization && p.k.quantization->mean;

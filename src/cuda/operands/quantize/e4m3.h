@@ -1,5 +1,5 @@
-// q, k and v as numbers of e4m3 that are held in f16, for kernels that multiply f16: it has all of them. Numbers and
-// scales equal those of the CPU bit by bit (core/quant).
+// q, k and v as numbers of e4m3: in bytes or, for kernels that multiply f16, held in f16, which has all of them.
+// Numbers and scales equal those of the CPU bit by bit (core/quant).
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -9,11 +9,14 @@
 
 namespace octet::cuda {
 
+enum class E4m3Form { f16, bytes };
+
 // The rows of one operand before and after. Where `keys` has a tile, rows lie in tiles of keys, as in quantize.h, and
 // those of keys that no query sees are 0.
 struct E4m3Rows {
   Strided from;
-  __half* to;     // [batch, head, row, dim]
+  E4m3Form as;
+  void* to;       // [batch, head, row, dim]
   int rows, dim;  // of a head, padded
   int kv_heads;   // of the means and scales of channels
   KeyTiles keys;  // tile 0: rows are tokens
@@ -30,10 +33,11 @@ struct E4m3Rows {
 
   std::size_t count() const { return static_cast<std::size_t>(from.shape[0] * from.shape[1] * rows); }
   View view() const;
+  void allocate(WorkspaceAllocator& workspace);
 };
 
 // v with the scales of its channels, whose inverses `channels` has, in tiles of keys.
-E4m3Rows e4m3_values(const View& v, const KeyTiles& keys, const Channels& channels, int dim,
+E4m3Rows e4m3_values(const View& v, E4m3Form as, const KeyTiles& keys, const Channels& channels, int dim,
                      WorkspaceAllocator& workspace);
 void quantize_to_e4m3(const E4m3Rows& rows, cudaStream_t stream);
 
@@ -44,7 +48,8 @@ void quantize_to_e4m3(const E4m3Rows& rows, cudaStream_t stream);
 class E4m3Operands {
  public:
   // `dim`: the kernel's.
-  E4m3Operands(const Problem& p, const KeySide& key_side, bool scaled, int dim, WorkspaceAllocator& workspace);
+  E4m3Operands(const Problem& p, E4m3Form as, const KeySide& key_side, bool scaled, int dim,
+               WorkspaceAllocator& workspace);
   void quantize(cudaStream_t stream) const;
 
   View q() const { return q_.view(); }

@@ -84,6 +84,10 @@ constexpr Row kRows[] = {row<PrecisionF32>(kF32),
                          row<PrecisionFp8InF16>(kFp8),
                          row<PrecisionFp8RawInF16>(kFp8Raw)};
 
+// The recipes of e4m3 where tensor cores multiply it.
+constexpr Row kRowsInE4m3[] = {row<PrecisionInt8Fp8InE4m3>(kInt8Fp8), row<PrecisionFp8InE4m3>(kFp8),
+                               row<PrecisionFp8RawInE4m3>(kFp8Raw)};
+
 // Of codes in pages, whatever type q has.
 constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, TileRows::pages>, nullptr,
                               forward_kernel_of<PrecisionCodes, Logits::general, TileRows::pages>};
@@ -91,14 +95,25 @@ constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, T
 // These kernels sum P v in f16. They take plain logits.
 constexpr KernelOf kOfF16Sums = forward_kernel_of<PrecisionInt8F16Sums, Logits::plain, TileRows::queries>;
 
-// Returns whether P v is summed in f16 where kernels can: as OCTET_F16_SUMS in the environment says, else where that is
-// faster.
-bool prefers_f16_sums(const Card& gpu) {
-  const char* const wanted = std::getenv("OCTET_F16_SUMS");
-  if (!wanted || !*wanted) return gpu.has_fast_f16_sums;
+// Returns what a variable of the environment says, 0 or 1, or where it is not set `otherwise`.
+bool environment_switch(const char* name, bool otherwise, const char* zero, const char* one) {
+  const char* const wanted = std::getenv(name);
+  if (!wanted || !*wanted) return otherwise;
   if (std::string_view(wanted) == "0") return false;
   if (std::string_view(wanted) == "1") return true;
-  invalid("OCTET_F16_SUMS: found ", quoted(wanted), ", allowed: 0 (sums of P v in float32), 1 (in f16)");
+  invalid(name, ": found ", quoted(wanted), ", allowed: 0 (", zero, "), 1 (", one, ")");
+}
+
+// Return whether P v is summed in f16, and whether e4m3 is multiplied as it is, where kernels can: by default where
+// that is faster.
+bool prefers_f16_sums(const Card& gpu) {
+  return environment_switch("OCTET_F16_SUMS", gpu.has_fast_f16_sums, "sums of P v in float32", "in f16");
+}
+bool prefers_e4m3_products(const Card& gpu) {
+  const char* const name = "OCTET_E4M3_PRODUCTS";
+  const bool wanted = environment_switch(name, gpu.has_e4m3_products, "e4m3 as f16", "as it is");
+  if (wanted && !gpu.has_e4m3) invalid(name, ": found '1', allowed: 0 before compute capability 8.9");
+  return wanted;
 }
 
 constexpr int64_t kMostDimOfFewRows = 128;
@@ -110,10 +125,17 @@ int blocks_in_shared_memory(const Card& gpu, const ForwardKernel& kernel) {
   return (gpu.shared_bytes + kReservedBytes) / (kernel.shared_bytes + kReservedBytes);
 }
 
-const Row* row_of(const ForwardFormats& formats) {
-  const auto* const row =
-      std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& x) { return x.formats == formats; });
-  return row == std::end(kRows) ? nullptr : row;
+template <std::size_t N>
+const Row* row_of(const Row (&rows)[N], const ForwardFormats& formats) {
+  const auto* const row = std::find_if(rows, rows + N, [&](const Row& x) { return x.formats == formats; });
+  return row == rows + N ? nullptr : row;
+}
+// Returns the row of a recipe; null: it has no kernels.
+const Row* row_of(const ForwardFormats& formats) { return row_of(kRows, formats); }
+// The same where tensor cores may multiply e4m3; null: it has no such products, or they are not wanted.
+const Row* row_in_e4m3(const ForwardFormats& formats, int device) {
+  const Row* const row = row_of(kRowsInE4m3, formats);
+  return row && prefers_e4m3_products(card(device)) ? row : nullptr;
 }
 
 struct Candidate {
@@ -190,7 +212,8 @@ Logits kernel_logits(const Problem& p, const ForwardNumerics& numerics) {
 
 // The kernels that can run a problem, the default first. k and v in pages have those of few queries alone.
 Candidates<Candidate> candidates_of(const Problem& p, const ForwardNumerics& numerics) {
-  const Row& row = *row_of(numerics.formats);
+  const Row* const in_e4m3 = row_in_e4m3(numerics.formats, p.device_index);
+  const Row& row = in_e4m3 ? *in_e4m3 : *row_of(numerics.formats);
   const int64_t most_dim = std::max(p.dim, p.dim_v);
   const Logits logits = kernel_logits(p, numerics);
   const Candidates<Candidate> queries = kernels_for_queries(p, row, logits, most_dim);
@@ -260,6 +283,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .e4m3_qk = numerics.formats == kFp8 || numerics.formats == kFp8Raw,
                        .e4m3_v = numerics.formats.v == OCTET_E4M3,
                        .e4m3_scales = numerics.formats.v_scale == Group::channel,
+                       .e4m3_products = row_in_e4m3(numerics.formats, p.device_index) != nullptr,
                        .scales_v = f16_sums || numerics.scales_v(p.v.dtype),
                        .f16_sums = f16_sums,
                        .few = few,

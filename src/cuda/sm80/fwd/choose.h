@@ -23,6 +23,7 @@ struct ForwardChoice {
   bool e4m3_qk;                 // q and k become e4m3
   bool e4m3_v;                  // so does v
   bool e4m3_scales;             // with a scale for each token and for each channel of v
+  bool e4m3_products;           // they are multiplied as they are, not as f16
   bool scales_v;                // v becomes f16, divided by a power of two for each head
   bool f16_sums;                // P v of a tile of keys is summed in f16
   bool pages_of_codes = false;  // k and v are read as codes in pages

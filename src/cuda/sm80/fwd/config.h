@@ -180,6 +180,14 @@ struct E4m3Tile<Dims128, logits> : ForwardTile<Dims128, logits, TileRows::querie
   static constexpr int kKeys = 32;
 };
 
+// The same in bytes, of which a product takes 32 keys.
+template <class Dims, Logits logits>
+struct E4m3ProductTile : E4m3Tile<Dims, logits> {};
+template <Logits logits>
+struct E4m3ProductTile<Dims256, logits> : E4m3Tile<Dims256, logits> {
+  static constexpr int kKeys = 32;
+};
+
 // P and v in 8 bits too. Each query has one scale of P for the keys of a tile, which are those of the recipe.
 template <class Dims, Logits logits>
 struct Int8Tile {

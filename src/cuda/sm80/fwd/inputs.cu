@@ -61,10 +61,11 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
                          .finds_v_channels = choice.e4m3_v,
                          .qk_came = choice.codes,
                          .v_came = choice.v_codes};
+  const E4m3Form form = choice.e4m3_products ? E4m3Form::bytes : E4m3Form::f16;
   if (choice.int8_qk) int8_.emplace(p, key_side, dim_, choice.e4m3_v ? kBlockKeys : choice.kernel.keys, workspace);
-  if (choice.e4m3_qk) e4m3_.emplace(p, key_side, choice.e4m3_scales, dim_, workspace);
+  if (choice.e4m3_qk) e4m3_.emplace(p, form, key_side, choice.e4m3_scales, dim_, workspace);
   if (choice.int8_qk && choice.e4m3_v)
-    e4m3_values_ = e4m3_values(seen_.v(), int8_->key_tiles(), int8_->channels(), dim_, workspace);
+    e4m3_values_ = e4m3_values(seen_.v(), form, int8_->key_tiles(), int8_->channels(), dim_, workspace);
   if (!choice.int8_qk && !choice.e4m3_scales) return;
   with_8bit_logits([&](const auto& logits) {
     key_factors_ = workspace.take<KeyPairFactors>(static_cast<std::size_t>(p.batch * p.kv_heads * logits.keys() / 2));

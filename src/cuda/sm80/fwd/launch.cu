@@ -66,8 +66,8 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     return text(
         "forward ", octet::name(p.precision), of.f16_p_and_v() ? " with P in f16" : "",
         choice.f32 ? " in two f16 halves" : "", of.beta ? " with beta" : "",
-        choice.f16_sums ? ", P v summed in f16" : "", ", mma.sync, ", choice.kernel.rows, " x ", choice.kernel.keys,
-        " tiles",
+        choice.f16_sums ? ", P v summed in f16" : "", choice.e4m3_products ? ", products of e4m3" : "", ", mma.sync, ",
+        choice.kernel.rows, " x ", choice.kernel.keys, " tiles",
         choice.few ? text(", ", choice.tile_heads, " heads in a tile, keys in ", choice.splits, " splits") : "");
   };
   auto run = [=, &p](cudaStream_t stream) {

@@ -124,7 +124,7 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
 
   // Unsigned offsets need no register for their sign.
   template <class Kernel>
-  static __device__ const F16* source_v(const Kernel& f, int tile) {
+  static __device__ const auto* source_v(const Kernel& f, int tile) {
     using Loader = typename Kernel::LoaderV;
     const unsigned row = Loader::first(), column = Loader::chunk() * Loader::kChunk;
     return f.shared.v_start + tile * Kernel::kKeys * f.a.v.stride[2] + row * f.a.v.stride[2] + column;

@@ -3,6 +3,7 @@
 #include "cuda/fragment/codes.h"
 #include "cuda/fragment/softmax_8bit.h"
 #include "cuda/sm80/fwd/operands.h"
+#include "cuda/sm80/transposed_bytes.h"
 
 namespace octet::cuda::sm80 {
 
@@ -230,8 +231,6 @@ struct ForwardOperands<PrecisionCodes> : ForwardOperands<PrecisionF16> {
     cuda::convert(scaled, operand.x[block]);
   }
 
-  // Of 16 channels a thread has 4 j and 4 j + 2 in the first 8 columns of an accumulator, and those after them in the
-  // others: matrices of codes are transposed by pairs.
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
     if (f.a.v.element == Element::i8)
@@ -275,27 +274,9 @@ struct ForwardOperands<PrecisionCodes> : ForwardOperands<PrecisionF16> {
       own[row] *= softmax.unit * inverse, other[row] *= other_unit * inverse;
     softmax.unit = larger;
   }
-  // A quad has 16 channels of a row, four neighbours in each thread; thread j gets channels 2 j, 2 j + 8 and those
-  // after them.
   template <class O>
   static __device__ void order_channels(O& o) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, from = lane / 4 * 4 + lane % 4 / 2;
-    const bool second = lane % 2;
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(o[0].x) / sizeof(float)); i += 8)
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        float* const even = &o[0].x[i + 2 * row];
-        float* const odd = even + 4;
-        float ordered[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float* const x = n % 2 ? odd : even;
-          const float low = __shfl_sync(~0u, x[0], from + n / 2 * 2), high = __shfl_sync(~0u, x[1], from + n / 2 * 2);
-          ordered[n] = second ? high : low;
-        }
-        even[0] = ordered[0], even[1] = ordered[1], odd[0] = ordered[2], odd[1] = ordered[3];
-      }
+    order_channels_of_bytes(o);
   }
 
   static __device__ float number_of(const Output& t, const S8* code) {
