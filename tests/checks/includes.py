@@ -66,6 +66,7 @@ SHARED = {
         "kinds",
         "smem",
         "mma",
+        "transposed_bytes",
         "logits",
         "mask_tile",
         "mask_classes",
