@@ -1,5 +1,5 @@
-// fp8, fp8_raw and int8_fp8 in the general backend with products of e4m3 (docs/kernels/general_8bit.md): who has them.
-// Whether they are right, all other tests of these precisions tell where the variable asks for them.
+// Which GPUs multiply e4m3 in the general backend, at fp8, fp8_raw and int8_fp8 (docs/kernels/general_8bit.md). The
+// other tests of these precisions check the results; they run with these products if OCTET_E4M3_PRODUCTS is 1.
 #include <gtest/gtest.h>
 
 #include <string>

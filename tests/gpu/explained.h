@@ -1,4 +1,5 @@
-// What the library says of a forward pass, and variables of the environment that it reads for it.
+// Helpers of tests that ask which kernel is chosen: the library's description of a forward pass, and a guard that sets
+// an environment variable.
 #pragma once
 #include <cstdlib>
 #include <optional>

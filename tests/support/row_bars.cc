@@ -66,7 +66,7 @@ Roundings roundings_of(const Attention& a, Pass pass) {
   return kF16Training;  // tests keep o in f32, or its residual
 }
 
-// Where tensor cores multiply e4m3: on Hopper, and in sm80 where the environment says so.
+// Returns true if the tensor cores of a backend multiply e4m3: those of sm90, and in sm80 if OCTET_E4M3_PRODUCTS is 1.
 bool multiplies_e4m3(const std::string& backend) {
   const char* const wanted = std::getenv("OCTET_E4M3_PRODUCTS");
   return backend == "sm90" || (backend == "sm80" && wanted && std::string(wanted) == "1");

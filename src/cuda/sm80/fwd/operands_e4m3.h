@@ -128,8 +128,8 @@ struct E4m3ScaledOperands : E4m3PvOperands<Precision, ForwardOperands<PrecisionI
   }
 };
 
-// Products of e4m3, whose sums tensor cores keep in 13 bits: those of a tile of keys start from zero and are added to o
-// in float32, as in SageAttention 2 (arXiv 2411.10958).
+// Products of e4m3, whose sums have 13 bits in tensor cores (SageAttention 2, arXiv 2411.10958): the sums of a tile of
+// keys start from zero and are added to o in float32.
 template <class Precision, class InF16>
 struct E4m3ProductOperands : InF16 {
   template <class Dims, Logits logits, TileRows>
@@ -156,7 +156,8 @@ struct E4m3ProductOperands : InF16 {
     const uint32_t lane = f.v(tile).lane_down();
 #pragma unroll
     for (int n = 0; n < Kernel::Dims::kDimV / kChannels; ++n) {
-      // As for sums in f16 (operands_f16_sums.h), this branch keeps ptxas from spilling.
+      // This branch leaves out channels that are padding. It also stops ptxas from holding the sums of all channels at
+      // once, which would spill registers.
       if (n > 0 && n * kChannels >= f.a.dim_v) break;
       add_AB_of_bytes(lane, o, p.x, f.v(tile), n);
     }
