@@ -51,7 +51,7 @@ DmaskParams dmask_params(const Problem& p, int queries, int keys, WorkspaceAlloc
                 .positional = mask_of(p),
                 .mask = mask_tensor(p)};
   // Two thread blocks of most kernels have a place on a multiprocessor.
-  d.splits = key_splits(d.tiles(), d.steps(), int64_t{2} * card(p.device_index).multiprocessors);
+  d.splits = key_splits(d.tiles(), d.steps(), {card(p.device_index).multiprocessors, 2}, 1.);
   if (d.splits > 1) d.sums = workspace.take<float>(static_cast<std::size_t>(d.splits * d.elements()));
   return d;
 }
