@@ -45,28 +45,55 @@ inline bool can_split_keys(const Problem& p) {
   return most_queries(p) <= kMostQueries && p.o.elements() && forward_numerics(p).splits_keys();
 }
 
-// Returns whether it does: one tile holds the queries of a whole group of heads, or tiles of a single head, of which
-// there are `tiles_of_heads`, would leave multiprocessors without work.
+// Returns whether it does: its tiles are no more than those of single heads would be (`tiles_of_heads`), beyond head
+// dim 128, where they have half as many keys, two thirds of these, or those of single heads would leave multiprocessors
+// without work.
 inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t tiles_of_heads,
                             int64_t multiprocessors) {
-  return can_split_keys(p) && (most_queries(p) <= tiles.queries || tiles_of_heads < multiprocessors);
+  const bool fewer =
+      std::max(p.dim, p.dim_v) > 128 ? 3 * tiles.count <= 2 * tiles_of_heads : tiles.count <= tiles_of_heads;
+  return can_split_keys(p) && (fewer || tiles_of_heads < multiprocessors);
 }
 
-// Returns whether sm90 leaves a forward pass of 16 bits to sm80, which splits its keys.
+// Returns whether sm90 leaves a forward pass of 16 bits to sm80, which splits its keys. `copies_keys`: sm90 would copy
+// keys that sm80 reads as they lie.
 //
-// The time of sm90 for 128 keys is one for each round of thread blocks, of which a multiprocessor has one, however few
-// queries they have. In that time sm80 computes as many of its tiles as there are 2/3 multiprocessors; it takes as long
-// as two to four such times more to start, and to write and combine the splits of up to 64 rows.
-inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors) {
-  constexpr int kRows = 64, kRowsOfSm90 = 128, kKeys = 128;
+// The unit of time is what a multiprocessor takes on sm90 for 128 keys of a tile of queries, of which it has one at a
+// time, however few queries they have: 1.3 us at head dim 128. The constants were fitted to calls on an H200
+// (docs/experiments/2026-11-30-few-queries-of-many-tiles.md).
+inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors, bool copies_keys) {
+  constexpr int kRows = 64, kFewRows = 16, kRowsOfSm90 = 128, kKeys = 128;
+  constexpr double kLoad = 1.5;                         // 128 keys and their values come from memory
+  constexpr double kCopy = 3.5;                         // they are copied
+  constexpr double kTile = 1.9, kTileOfFewRows = 1.45;  // sm80 computes 128 keys of a tile
+  // Another round of sm90 starts; keys of a cache become packed sequences, by a copy or where they lie.
+  constexpr double kRound = 0.3, kCopyStart = 6, kInPlaceStart = 2.5;
   const PackedTiles tiles = packed_tiles(p, kRows);
   const int64_t tiles_of_sm90 = query_tiles(p, kRowsOfSm90);
-  if (forward_numerics(p).formats.has_8bit_qk() || !has_few_queries(p, tiles, tiles_of_sm90, multiprocessors))
+  if (forward_numerics(p).formats.has_8bit_qk() ||
+      !has_few_queries(p, tiles, copies_keys ? 0 : tiles_of_sm90, multiprocessors))
     return false;
-  const int64_t rounds = (tiles_of_sm90 + multiprocessors - 1) / multiprocessors;
-  const int64_t rows = std::min<int64_t>(most_queries(p), tiles.queries) * tiles.heads;
-  const int64_t key_tiles = (most_keys(p) + kKeys - 1) / kKeys;
-  return key_tiles * (2 * rounds * multiprocessors - 3 * tiles.count) >= (4 + rows / 8) * multiprocessors;
+  const auto of_multiprocessor = [&](int64_t count) {
+    return static_cast<double>(count) / static_cast<double>(multiprocessors);
+  };
+  const int64_t dim = std::max(p.dim, p.dim_v), rows = std::min<int64_t>(most_queries(p), tiles.queries) * tiles.heads;
+  const auto key_tiles = static_cast<double>((most_keys(p) + kKeys - 1) / kKeys);
+  const double kv_heads = of_multiprocessor(p.sequence_count() * p.kv_heads);
+  const double start_unit = dim <= 64 ? 1.5 : 1;  // the unit is shorter at head dim 64, where starts are not
+
+  const auto rounds = static_cast<double>((tiles_of_sm90 + multiprocessors - 1) / multiprocessors);
+  double sm90 = key_tiles * std::max(rounds, kLoad * kv_heads) + kRound * (rounds - 1) * start_unit;
+  if (copies_keys)
+    sm90 += key_tiles * kCopy * kv_heads + kCopyStart * start_unit;
+  else if (p.cached())
+    sm90 += kInPlaceStart * start_unit;
+
+  // Where tiles are few, their splits have to be written and combined.
+  const bool splits = 4 * tiles.count < 3 * multiprocessors, few_rows = p.group() * most_queries(p) <= kFewRows;
+  const double start = splits ? 2 + static_cast<double>(rows) / 24 : 1;
+  const double sm80 = key_tiles * (few_rows && dim <= 128 ? kTileOfFewRows : kTile) * of_multiprocessor(tiles.count) +
+                      start * start_unit;
+  return sm90 >= sm80;
 }
 
 }  // namespace octet::cuda

@@ -126,12 +126,12 @@ void copy_cache(const PageTable& pages, const Copied& k, const Copied& v, int64_
 
 int64_t most_keys_of(const Problem& p) { return p.max_seqlen_k ? std::min(p.max_seqlen_k, p.tokens_k) : p.tokens_k; }
 
+}  // namespace
+
 bool lies_in_place(const Problem& p) {
   return !p.block_table.present() && can_merge(p.k) && can_merge(p.v) && !p.alibi_slopes.stride[0] &&
          !p.k.quantization && !p.v.quantization;
 }
-
-}  // namespace
 
 std::optional<std::string> no_cache_reason(const Problem& p) {
   if (p.sinks.stride[0]) return "it takes no KV cache together with sinks of batch elements";

@@ -19,6 +19,9 @@ namespace octet::cuda {
 // Returns why a problem whose keys lie in a cache cannot run as packed sequences, or nothing if it can.
 std::optional<std::string> no_cache_reason(const Problem& p);
 
+// Returns whether the keys of a cache are those of packed sequences as they lie, so that nothing is copied.
+bool lies_in_place(const Problem& p);
+
 PageTable page_table(const Problem& p);
 
 // A problem with a cache as one of packed sequences (operands/rewritten.h). Sequences follow each other in the cache

@@ -13,6 +13,7 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/cache.h"
 #include "cuda/operands/key_mask.h"
+#include "cuda/operands/listed_keys.h"
 #include "cuda/operands/rewritten.h"
 #include "cuda/sm90/head_dims.h"
 #include "cuda/sm90/passes.h"
@@ -89,10 +90,15 @@ std::optional<std::string> hidden_tiles_reason(const Problem& p) {
   return text("sm80 leaves out tiles that a bool mask tensor hides, and is faster over more than ", kMostKeys, " keys");
 }
 
+// Returns whether keys are copied side by side that the kernels of few queries of sm80 read as they lie: in a KV cache,
+// or behind a key mask.
+bool copies_keys(const Problem& p) { return p.cached() ? !lies_in_place(p) : can_list_keys(p); }
+
 std::optional<std::string> deferral_reason(const Problem& p) {
   if (p.mask.present())
     if (auto reason = hidden_tiles_reason(p)) return reason;
-  if (p.pass != OCTET_FORWARD || !splitting_keys_is_faster(p, card(p.device_index).multiprocessors)) return {};
+  if (p.pass != OCTET_FORWARD || !splitting_keys_is_faster(p, card(p.device_index).multiprocessors, copies_keys(p)))
+    return {};
   return text("sm80 is faster for ", most_queries(p), " queries over ", most_keys(p), " keys, which it splits");
 }
 

@@ -159,10 +159,13 @@ Candidates<Candidate> kernels_for_queries(const Problem& p, const Row& row, Logi
     const KernelOf doubled = most_dim <= 128 ? row.doubled.plain : nullptr;
     const bool fits =
         doubled && blocks_in_shared_memory(card(p.device_index), doubled(most_dim)) >= doubled(most_dim).blocks;
+    const KernelOf half = most_dim <= 128 ? row.half_queries.plain : nullptr;
+    const bool fills_half = half && most_queries(p) <= half(most_dim).rows;
+    if (fills_half) add(half(most_dim));
     if (fits) add(doubled(most_dim));
     add(row.queries.plain(most_dim));
     if (doubled && !fits) add(doubled(most_dim));
-    if (row.half_queries.plain && most_dim <= 128) add(row.half_queries.plain(most_dim));
+    if (half && !fills_half) add(half(most_dim));
     return all;
   }
   bool masked = false;
@@ -222,8 +225,8 @@ Candidates<Candidate> candidates_of(const Problem& p, const ForwardNumerics& num
   const Kernels& of_few = codes_in_pages ? kOfCodes : pages ? row.pages : row.pairs;
   const auto of_logits = [&](const Kernels& x) { return logits != Logits::plain ? x.general : x.plain; };
   const ForwardKernel few = of_logits(of_few)(most_dim);
-  // Codes have to be decoded where this kernel does not read them: it has them however many tiles there are.
-  const int64_t tiles_of_heads = codes_in_pages ? 0 : query_tiles(p, queries.first().kernel.rows);
+  // Keys in pages have to be copied where these kernels do not read them: they have them however many tiles there are.
+  const int64_t tiles_of_heads = pages ? 0 : query_tiles(p, queries.first().kernel.rows);
   const bool is_default =
       has_few_queries(p, packed_tiles(p, few.rows), tiles_of_heads, card(p.device_index).multiprocessors);
   if (pages && !is_default) return queries;
