@@ -22,32 +22,38 @@ struct BlockSlots {
   int64_t count() const { return multiprocessors * each; }
 };
 
+// What splits cost, in the time that a multiprocessor takes for a tile of keys, with all thread blocks that it has
+// places for.
+struct SplitCosts {
+  double block;    // a thread block starts
+  double combine;  // the splits are combined
+  double split;    // what one has written is read
+  double waiting;  // with one of many thread blocks a tile takes that much longer, as less hides its latencies
+};
+
+// Returns the costs of tiles of queries, with room for `room` rows and `rows` of them taken, over tiles of `keys` keys.
+// Warps that share 16 rows wait for memory alone, as long as there are other thread blocks at all. The constants were
+// fitted to calls on an H200 (docs/experiments/2026-11-30-few-queries-of-many-tiles.md).
+inline SplitCosts split_costs(int room, int64_t rows, int keys) {
+  return {.block = 1, .combine = 5, .split = 1.5 * static_cast<double>(rows) / keys, .waiting = room > 16 ? 0.5 : 0.};
+}
+
 // Returns into how many splits the keys of each tile of queries are divided. `blocks`: tiles of queries; `key_tiles`:
-// tiles of keys of the longest; `rows_of_key`: rows of a tile of queries for each key of a tile of keys. There are no
-// more splits than in kMaxRounds rounds of thread blocks, which bounds the workspace, and none is empty where a tile of
-// queries has `key_tiles` tiles of keys.
-//
-// The unit of time is what a multiprocessor takes for a tile of keys, with all thread blocks that it has places for.
-// One alone takes longer than its share, as nothing hides its latencies. The constants were fitted to calls on an H200
-// (docs/experiments/2026-11-30-few-queries-of-many-tiles.md).
-inline int key_splits(int64_t blocks, int64_t key_tiles, const BlockSlots& slots, double rows_of_key) {
-  constexpr double kAlone = 1.5;             // a tile of keys in a thread block that has a multiprocessor to itself
-  constexpr double kStart = 6;               // a round of thread blocks starts
-  constexpr double kCombine = 6;             // the splits are combined
-  constexpr double kCombineRowsOfKey = 1.5;  // and for each row for a key, which is written and read
-  const auto each = static_cast<double>(slots.each), alone = std::min(kAlone, each);
+// tiles of keys of the longest. There are no more splits than in kMaxRounds rounds of thread blocks, which bounds the
+// workspace, and none is empty where a tile of queries has `key_tiles` tiles of keys.
+inline int key_splits(int64_t blocks, int64_t key_tiles, const BlockSlots& slots, const SplitCosts& costs) {
+  constexpr double kAlone = 1.5;  // what a thread block takes that has a multiprocessor to itself
+  const auto each = static_cast<double>(slots.each);
   const auto time_of = [&](int64_t splits, int64_t tiles) {
-    const int64_t all = blocks * splits, rounds = all / slots.count(), rest = all % slots.count();
+    const int64_t all = blocks * splits, rest = all % slots.count();
     const auto of_multiprocessor = [&](int64_t count) {
       return static_cast<double>(count) / static_cast<double>(slots.multiprocessors);
     };
-    double tile = static_cast<double>(rounds) * each, starts = static_cast<double>(rounds);
-    if (rest) {
-      const double beside = std::max(of_multiprocessor(rest) - 1, 0.) / std::max(each - 1, 1.);
-      tile += alone + (each - alone) * beside, ++starts;
-    }
-    const double combine = splits > 1 ? kCombine + kCombineRowsOfKey * rows_of_key * of_multiprocessor(all) : 0;
-    return tile * static_cast<double>(tiles) + kStart * starts + combine;
+    double tile = each * static_cast<double>(all / slots.count());
+    if (const double last = of_multiprocessor(rest); rest)
+      tile += std::max(std::min(kAlone, each), last * (1 + costs.waiting * (each - last) / each));
+    const double block = costs.block + (splits > 1 ? costs.split : 0);
+    return tile * static_cast<double>(tiles) + block * of_multiprocessor(all) + (splits > 1 ? costs.combine : 0);
   };
   const int64_t most = std::min({key_tiles, kMaxKeySplits, kMaxRounds * slots.count() / std::max<int64_t>(blocks, 1)});
   int64_t best = 1;

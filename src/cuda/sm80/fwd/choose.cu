@@ -299,10 +299,10 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
   choice.tile_heads = tiles.heads, choice.tile_queries = tiles.queries, choice.tiles = tiles.count;
   const Card& gpu = card(p.device_index);
   const int blocks = blocks_in_shared_memory(gpu, kernel);
-  choice.splits =
-      key_splits(tiles.count, (most_keys(p) + kernel.keys - 1) / kernel.keys,
-                 {gpu.multiprocessors, std::clamp(blocks, 1, kernel.blocks)},
-                 static_cast<double>(tiles.heads * std::min<int64_t>(tiles.queries, most_queries(p))) / kernel.keys);
+  const int64_t rows = tiles.heads * std::min<int64_t>(tiles.queries, most_queries(p));
+  choice.splits = key_splits(tiles.count, (most_keys(p) + kernel.keys - 1) / kernel.keys,
+                             {gpu.multiprocessors, std::clamp(blocks, 1, kernel.blocks)},
+                             split_costs(kernel.rows, rows, kernel.keys));
   return choice;
 }
 

@@ -96,14 +96,18 @@ struct ForwardTile<Dims512, logits, TileRows::pairs> {
 template <class Dims, Logits logits>
 struct ForwardTile<Dims, logits, TileRows::pages> : ForwardTile<Dims, logits, TileRows::pairs> {};
 
-// One warp for up to 16 rows would leave three without work. A warp has 16 keys at least, so a stage has 32 KB.
+// One warp for up to 16 rows would leave three without work. A warp has 16 keys at least, 32 KB of k and v. With one v,
+// which is loaded beside q k^T, four thread blocks have room on an H200, so that 512 of them, 64 sequences of 8 heads,
+// are one round.
 template <Logits logits>
 struct ForwardTile<Dims64, logits, TileRows::few_pairs> : ForwardTile<Dims64, logits, TileRows::pairs> {
-  static constexpr int kKeyWarps = 4, kKeys = 128, kStages = 2;
+  static constexpr int kKeyWarps = 4, kKeys = 128, kStages = 2, kBlocks = 4;
+  static constexpr bool kLateV = true;
 };
 template <Logits logits>
 struct ForwardTile<Dims128, logits, TileRows::few_pairs> : ForwardTile<Dims128, logits, TileRows::pairs> {
-  static constexpr int kKeyWarps = 4, kKeys = 64, kStages = 2;
+  static constexpr int kKeyWarps = 4, kKeys = 64, kStages = 2, kBlocks = 4;
+  static constexpr bool kLateV = true, kQRegisters = false;
 };
 template <class Dims, Logits logits>
 struct ForwardTile<Dims, logits, TileRows::few_pages> : ForwardTile<Dims, logits, TileRows::few_pairs> {};

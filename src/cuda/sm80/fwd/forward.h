@@ -72,6 +72,8 @@ struct Forward {
 
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
   static constexpr int kVStages = Tile::kLateV ? 1 : Tile::kStages;
+  // True: the first v of a thread block is loaded with k. Few tiles wait for their first numbers most of the time.
+  static constexpr bool kEarlyV = Tile::kLateV && kKeyWarps > 1;
   using ThreadIndex = std::conditional_t<Tile::kLateV, unsigned, int>;
   using LoaderK = TileLoader<kThreads, TileK, ThreadIndex>;
   using LoaderV = TileLoader<kThreads, TileV, ThreadIndex>;
@@ -335,8 +337,9 @@ struct Forward {
   __device__ void load_q() const;
   __device__ int page_of_lane(int tile) const;
   __device__ void load_keys(int tile, const Sources& from, int page) const;
+  template <bool OfK, bool OfV>
   __device__ void load_pages(int tile, const Interval& rows, int page_of_lane) const;
-  __device__ void load_late_v(int tile) const;
+  __device__ void load_late_v(int tile, int page) const;
   __device__ void run_doubled() const;  // fwd/mainloop_doubled.h
   template <class T, class Stages>
   static __device__ auto pair_of(Stages& stages, int pair) {

@@ -47,11 +47,12 @@ __device__ int bytes_of_chunk(int columns) {
   return min(max(columns, 0), kChunkBytes);
 }
 
-// Loads `rows` of a tile of k and of v from the pages of a cache; others become zeros.
+// Loads `rows` of a tile of k, of v or of both from the pages of a cache; others become zeros.
 template <class Kind>
+template <bool OfK, bool OfV>
 __device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows, int page_of_lane) const {
   static_assert(TileK::kColumns == TileV::kColumns && sizeof(KType) == sizeof(VType) && Operands::kTiles == 1);
-  if constexpr (Operands::kHasFactors) Operands::load_paged_factors(*this, tile, rows, page_of_lane);
+  if constexpr (Operands::kHasFactors && OfK) Operands::load_paged_factors(*this, tile, rows, page_of_lane);
   const int own_row = paged_row();
   const bool own_present = own_row >= rows.first && own_row < rows.last;
   const unsigned token = own_present ? a.pages.token_in_page(tile * kKeys + own_row) : 0;
@@ -62,27 +63,28 @@ __device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows,
   const auto* const k_chunks = ptx::opaque(reinterpret_cast<const uint4*>(shared.k_start) + chunk);
   const auto* const v_chunks = ptx::opaque(reinterpret_cast<const uint4*>(shared.v_start) + chunk);
   const uint32_t to_k = k(tile).address(), to_v = v(tile).address(), to_first = TileK::offset(first, chunk);
-  // `load(row, to, from_k, from_v)`
-  const auto each = [&](const auto& load) {
+  // `load(row, to, from)` of a tensor
+  const auto each = [&](const auto& load_k, const auto& load_v) {
 #pragma unroll
     for (int i = 0; i < LoaderK::kLoads; ++i) {
       const unsigned row = first + i * LoaderK::kRowsAtOnce, lane = first % kRowsOfLoad + i * kRowsOfLoad;
-      const unsigned k_row = __shfl_sync(~0u, own_k, lane), v_row = __shfl_sync(~0u, own_v, lane);
       const bool repeats = LoaderK::kRowsAtOnce % 8 == 0;  // as the swizzle does
       const uint32_t to = repeats ? to_first + i * LoaderK::kRowsAtOnce * TileK::kRowBytes : TileK::offset(row, chunk);
-      load(static_cast<int>(row), to, k_chunks + k_row, v_chunks + v_row);
+      if constexpr (OfK) load_k(static_cast<int>(row), to_k + to, k_chunks + __shfl_sync(~0u, own_k, lane));
+      if constexpr (OfV) load_v(static_cast<int>(row), to_v + to, v_chunks + __shfl_sync(~0u, own_v, lane));
     }
   };
-  if (rows.first <= 0 && rows.last >= kKeys && a.whole_columns)
-    return each([&](int, uint32_t to, const uint4* from_k, const uint4* from_v) {
-      ptx::cp_async(to_k + to, from_k), ptx::cp_async(to_v + to, from_v);
-    });
+  if (rows.first <= 0 && rows.last >= kKeys && a.whole_columns) {
+    const auto load = [](int, uint32_t to, const uint4* from) { ptx::cp_async(to, from); };
+    return each(load, load);
+  }
   const int column = static_cast<int>(chunk) * LoaderK::kChunk;
-  const int k_bytes = bytes_of_chunk<KType>(a.dim - column), v_bytes = bytes_of_chunk<KType>(a.dim_v - column);
-  each([&](int row, uint32_t to, const uint4* from_k, const uint4* from_v) {
-    const bool present = row >= rows.first && row < rows.last;
-    ptx::cp_async(to_k + to, from_k, present ? k_bytes : 0), ptx::cp_async(to_v + to, from_v, present ? v_bytes : 0);
-  });
+  const auto load_part = [&](int bytes) {
+    return [&rows, bytes](int row, uint32_t to, const uint4* from) {
+      ptx::cp_async(to, from, row >= rows.first && row < rows.last ? bytes : 0);
+    };
+  };
+  each(load_part(bytes_of_chunk<KType>(a.dim - column)), load_part(bytes_of_chunk<KType>(a.dim_v - column)));
 }
 
 // Loads a tile of k and, unless it is late, of v. Rows that no query sees, or of the next packed sequence, may hold inf
@@ -92,7 +94,7 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from, i
   const int key = tile * kKeys;
   const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
-  if constexpr (kPaged) return load_pages(tile, rows, page);
+  if constexpr (kPaged) return load_pages<true, !Tile::kLateV>(tile, rows, page);
   Operands::load_key_factors(*this, tile, rows);
 #pragma unroll
   for (int which = 0; which < Operands::kTiles; ++which) {
@@ -107,11 +109,14 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from, i
 
 // Loads a tile of v that is late.
 template <class Kind>
-__device__ inline void Forward<Kind>::load_late_v(int tile) const {
+__device__ inline void Forward<Kind>::load_late_v(int tile, int page) const {
   static_assert(!Tile::kLateV || (Tile::kStages <= 2 && Operands::kTiles == 1));
   const Interval rows{shared.seen.first - tile * kKeys, shared.seen.last - tile * kKeys};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
-  Operands::load_v(*this, v(tile), Operands::source_v(*this, tile), rows, whole);
+  if constexpr (kPaged)
+    load_pages<false, true>(tile, rows, page);
+  else
+    Operands::load_v(*this, v(tile), Operands::source_v(*this, tile), rows, whole);
   ptx::cp_async_commit();
 }
 
@@ -303,8 +308,11 @@ __device__ inline void Forward<Kind>::run() const {
   if (!start()) return;
   int tile = shared.tiles.last - 1;
   Sources sources = sources_of(tile);
-  int page = page_of_lane(tile);
-  if (shared.tiles.first <= tile) load_keys(tile, sources, page);
+  int page = page_of_lane(tile), page_of_late_v = page;
+  if (shared.tiles.first <= tile) {
+    load_keys(tile, sources, page);
+    if constexpr (kEarlyV) load_late_v(tile, page);
+  }
   page = page_of_lane(tile - 1);
   ptx::cp_async_commit();
   constexpr int kAhead = Tile::kStages - 1;  // tiles that are loaded ahead
@@ -337,7 +345,10 @@ __device__ inline void Forward<Kind>::run() const {
   for (; tile >= shared.tiles.first; --tile) {
     ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the one before it has been read
-    if constexpr (Tile::kLateV) load_late_v(tile);
+    if constexpr (Tile::kLateV) {
+      if (!kEarlyV || tile < shared.tiles.last - 1) load_late_v(tile, page_of_late_v);
+      page_of_late_v = page;
+    }
     load_after(tile - kAhead + 1);
     if (tile < tiles.first || tile >= tiles.last) {
       if constexpr (Tile::kStagesMask) ptx::cp_async_commit();

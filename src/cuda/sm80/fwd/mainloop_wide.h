@@ -81,7 +81,7 @@ __device__ inline void Forward<Kind>::run_wide() const {
     const bool seen = tile >= tiles.first && tile < tiles.last;
     ptx::cp_async_wait<0>();
     __syncthreads();  // k has arrived, and v of the tile before it has been read
-    load_late_v(tile);
+    load_late_v(tile, 0);
     S s;
     if (seen) multiply_part(q_rows, s, tile);
     __syncthreads();  // k has been read
