@@ -2,6 +2,7 @@
 // are split (flash-decoding). Both depend on the shape and the device alone.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 namespace octet::cuda {
@@ -50,8 +51,12 @@ inline int key_splits(int64_t blocks, int64_t key_tiles, const BlockSlots& slots
       return static_cast<double>(count) / static_cast<double>(slots.multiprocessors);
     };
     double tile = each * static_cast<double>(all / slots.count());
-    if (const double last = of_multiprocessor(rest); rest)
-      tile += std::max(std::min(kAlone, each), last * (1 + costs.waiting * (each - last) / each));
+    if (rest) {
+      // Thread blocks that wait for memory alone share it and end together; of others the last multiprocessor counts.
+      double last = of_multiprocessor(rest);
+      if (costs.waiting > 0) last = std::ceil(last), last *= 1 + costs.waiting * (each - last) / each;
+      tile += std::max(std::min(kAlone, each), last);
+    }
     const double block = costs.block + (splits > 1 ? costs.split : 0);
     return tile * static_cast<double>(tiles) + block * of_multiprocessor(all) + (splits > 1 ? costs.combine : 0);
   };
