@@ -63,7 +63,6 @@ __device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows,
   const auto* const k_chunks = ptx::opaque(reinterpret_cast<const uint4*>(shared.k_start) + chunk);
   const auto* const v_chunks = ptx::opaque(reinterpret_cast<const uint4*>(shared.v_start) + chunk);
   const uint32_t to_k = k(tile).address(), to_v = v(tile).address(), to_first = TileK::offset(first, chunk);
-  // `load(row, to, from)` of a tensor
   const auto each = [&](const auto& load_k, const auto& load_v) {
 #pragma unroll
     for (int i = 0; i < LoaderK::kLoads; ++i) {
