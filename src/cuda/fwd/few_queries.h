@@ -45,9 +45,9 @@ inline bool can_split_keys(const Problem& p) {
   return most_queries(p) <= kMostQueries && p.o.elements() && forward_numerics(p).splits_keys();
 }
 
-// Returns whether it does: its tiles are no more than those of single heads would be (`tiles_of_heads`), beyond head
-// dim 128, where they have half as many keys, two thirds of these, or those of single heads would leave multiprocessors
-// without work.
+// Returns whether it does, unless keys lie in pages, which it always splits: its tiles are no more than those of single
+// heads, of which there are `tiles_of_heads`, or these would leave multiprocessors without work. Beyond head dim 128,
+// where its tiles have half as many keys, they are at most two thirds as many.
 inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t tiles_of_heads,
                             int64_t multiprocessors) {
   const bool fewer =
@@ -70,9 +70,8 @@ inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors, 
   constexpr double kRound = 0.3, kCopyStart = 6, kInPlaceStart = 2.5;
   const PackedTiles tiles = packed_tiles(p, kRows);
   const int64_t tiles_of_sm90 = query_tiles(p, kRowsOfSm90);
-  if (forward_numerics(p).formats.has_8bit_qk() ||
-      !has_few_queries(p, tiles, copies_keys ? 0 : tiles_of_sm90, multiprocessors))
-    return false;
+  const bool is_default = copies_keys ? can_split_keys(p) : has_few_queries(p, tiles, tiles_of_sm90, multiprocessors);
+  if (forward_numerics(p).formats.has_8bit_qk() || !is_default) return false;
   const auto of_multiprocessor = [&](int64_t count) {
     return static_cast<double>(count) / static_cast<double>(multiprocessors);
   };
@@ -88,7 +87,7 @@ inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors, 
   else if (p.cached())
     sm90 += kInPlaceStart * start_unit;
 
-  // Where tiles are few, their splits have to be written and combined.
+  // With few tiles sm80 splits keys, so that it also writes the splits and combines them.
   const bool splits = 4 * tiles.count < 3 * multiprocessors, few_rows = p.group() * most_queries(p) <= kFewRows;
   const double start = splits ? 2 + static_cast<double>(rows) / 24 : 1;
   const double sm80 = key_tiles * (few_rows && dim <= 128 ? kTileOfFewRows : kTile) * of_multiprocessor(tiles.count) +

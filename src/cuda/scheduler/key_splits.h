@@ -2,7 +2,6 @@
 // are split (flash-decoding). Both depend on the shape and the device alone.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 namespace octet::cuda {
@@ -23,10 +22,11 @@ struct BlockSlots {
   int64_t count() const { return multiprocessors * each; }
 };
 
-// What splits cost, in the time that a multiprocessor takes for a tile of keys, with all thread blocks that it has
-// places for.
+// What splits cost. The unit of time is what a multiprocessor takes for a tile of keys while it runs as many thread
+// blocks as it has places for.
 struct SplitCosts {
   double block;    // a thread block starts
+  double round;    // a further round of thread blocks starts
   double combine;  // the splits are combined
   double split;    // what one has written is read
   double waiting;  // with one of many thread blocks a tile takes that much longer, as less hides its latencies
@@ -36,7 +36,11 @@ struct SplitCosts {
 // Warps that share 16 rows wait for memory alone, as long as there are other thread blocks at all. The constants were
 // fitted to calls on an H200 (docs/experiments/2026-11-30-few-queries-of-many-tiles.md).
 inline SplitCosts split_costs(int room, int64_t rows, int keys) {
-  return {.block = 1, .combine = 5, .split = 1.5 * static_cast<double>(rows) / keys, .waiting = room > 16 ? 0.5 : 0.};
+  return {.block = 0.5,
+          .round = 6,
+          .combine = 5,
+          .split = static_cast<double>(rows) / keys,
+          .waiting = room > 16 ? 0.5 : 0.};
 }
 
 // Returns into how many splits the keys of each tile of queries are divided. `blocks`: tiles of queries; `key_tiles`:
@@ -50,15 +54,15 @@ inline int key_splits(int64_t blocks, int64_t key_tiles, const BlockSlots& slots
     const auto of_multiprocessor = [&](int64_t count) {
       return static_cast<double>(count) / static_cast<double>(slots.multiprocessors);
     };
-    double tile = each * static_cast<double>(all / slots.count());
+    const int64_t whole_rounds = all / slots.count(), rounds = whole_rounds + (rest > 0);
+    double tile = each * static_cast<double>(whole_rounds);
     if (rest) {
-      // Thread blocks that wait for memory alone share it and end together; of others the last multiprocessor counts.
-      double last = of_multiprocessor(rest);
-      if (costs.waiting > 0) last = std::ceil(last), last *= 1 + costs.waiting * (each - last) / each;
-      tile += std::max(std::min(kAlone, each), last);
+      const double last = of_multiprocessor(rest);
+      tile += std::max(std::min(kAlone, each), last * (1 + costs.waiting * (each - last) / each));
     }
     const double block = costs.block + (splits > 1 ? costs.split : 0);
-    return tile * static_cast<double>(tiles) + block * of_multiprocessor(all) + (splits > 1 ? costs.combine : 0);
+    return tile * static_cast<double>(tiles) + block * of_multiprocessor(all) +
+           costs.round * static_cast<double>(std::max<int64_t>(rounds - 1, 0)) + (splits > 1 ? costs.combine : 0);
   };
   const int64_t most = std::min({key_tiles, kMaxKeySplits, kMaxRounds * slots.count() / std::max<int64_t>(blocks, 1)});
   int64_t best = 1;

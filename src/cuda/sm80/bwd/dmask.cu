@@ -52,7 +52,7 @@ DmaskParams dmask_params(const Problem& p, int queries, int keys, WorkspaceAlloc
                 .mask = mask_tensor(p)};
   // Two thread blocks of most kernels have a place on a multiprocessor. A tile of logits takes longer than one of keys
   // in the forward pass, so that starts and sums cost less beside it.
-  constexpr SplitCosts kCosts{.block = 0.5, .combine = 2, .split = 0.5, .waiting = 0.5};
+  constexpr SplitCosts kCosts{.block = 0.5, .round = 1, .combine = 2, .split = 0.5, .waiting = 0.5};
   d.splits = key_splits(d.tiles(), d.steps(), {card(p.device_index).multiprocessors, 2}, kCosts);
   if (d.splits > 1) d.sums = workspace.take<float>(static_cast<std::size_t>(d.splits * d.elements()));
   return d;

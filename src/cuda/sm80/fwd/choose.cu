@@ -225,11 +225,10 @@ Candidates<Candidate> candidates_of(const Problem& p, const ForwardNumerics& num
   const Kernels& of_few = codes_in_pages ? kOfCodes : pages ? row.pages : row.pairs;
   const auto of_logits = [&](const Kernels& x) { return logits != Logits::plain ? x.general : x.plain; };
   const ForwardKernel few = of_logits(of_few)(most_dim);
-  // Keys in pages have to be copied where these kernels do not read them: they have them however many tiles there are.
-  const int64_t tiles_of_heads = pages ? 0 : query_tiles(p, queries.first().kernel.rows);
+  // Keys in pages would have to be copied for the other kernels.
   const bool is_default =
-      has_few_queries(p, packed_tiles(p, few.rows), tiles_of_heads, card(p.device_index).multiprocessors);
-  if (pages && !is_default) return queries;
+      pages || has_few_queries(p, packed_tiles(p, few.rows), query_tiles(p, queries.first().kernel.rows),
+                               card(p.device_index).multiprocessors);
   Candidates<Candidate> all;
   const auto add_few = [&] {
     const auto add = [&](const ForwardKernel& kernel) {

@@ -72,7 +72,7 @@ struct Forward {
 
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
   static constexpr int kVStages = Tile::kLateV ? 1 : Tile::kStages;
-  // True: the first v of a thread block is loaded with k. Few tiles wait for their first numbers most of the time.
+  // True: the first v of a thread block is loaded with its first k, which gains nothing (docs/kernels/few_queries.md).
   static constexpr bool kEarlyV = Tile::kLateV && kKeyWarps > 1;
   using ThreadIndex = std::conditional_t<Tile::kLateV, unsigned, int>;
   using LoaderK = TileLoader<kThreads, TileK, ThreadIndex>;
