@@ -72,8 +72,6 @@ struct Forward {
 
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
   static constexpr int kVStages = Tile::kLateV ? 1 : Tile::kStages;
-  // True: the first v of a thread block is loaded with its first k, which gains nothing (docs/kernels/few_queries.md).
-  static constexpr bool kEarlyV = Tile::kLateV && kKeyWarps > 1;
   using ThreadIndex = std::conditional_t<Tile::kLateV, unsigned, int>;
   using LoaderK = TileLoader<kThreads, TileK, ThreadIndex>;
   using LoaderV = TileLoader<kThreads, TileV, ThreadIndex>;

@@ -308,10 +308,7 @@ __device__ inline void Forward<Kind>::run() const {
   int tile = shared.tiles.last - 1;
   Sources sources = sources_of(tile);
   int page = page_of_lane(tile), page_of_late_v = page;
-  if (shared.tiles.first <= tile) {
-    load_keys(tile, sources, page);
-    if constexpr (kEarlyV) load_late_v(tile, page);
-  }
+  if (shared.tiles.first <= tile) load_keys(tile, sources, page);
   page = page_of_lane(tile - 1);
   ptx::cp_async_commit();
   constexpr int kAhead = Tile::kStages - 1;  // tiles that are loaded ahead
@@ -345,7 +342,7 @@ __device__ inline void Forward<Kind>::run() const {
     ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the one before it has been read
     if constexpr (Tile::kLateV) {
-      if (!kEarlyV || tile < shared.tiles.last - 1) load_late_v(tile, page_of_late_v);
+      load_late_v(tile, page_of_late_v);
       page_of_late_v = page;
     }
     load_after(tile - kAhead + 1);
