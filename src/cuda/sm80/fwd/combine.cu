@@ -9,7 +9,6 @@ namespace octet::cuda::sm80 {
 namespace {
 
 constexpr int kColumns = 4;  // columns of o of a thread at a time
-constexpr int kAtOnce = 8;   // splits that a thread asks for before it knows their weights
 
 __device__ void store(float* to, const float4& x) { *reinterpret_cast<float4*>(to) = x; }
 template <class T>
@@ -75,42 +74,54 @@ __device__ void add(float4& o, float weight, const float4& x) {
 }
 __device__ float4 times(const float4& o, float x) { return {o.x * x, o.y * x, o.z * x, o.w * x}; }
 
-// Up to kAtOnce splits: a warp computes a row. Batches of many sequences have thousands of rows.
+// Up to `Most` splits of many rows: a warp computes a row. The first of o are on their way before the weights are known.
 constexpr int kRowsOfBlock = 4;
+template <int Most, int AtOnce>
 __global__ void __launch_bounds__(32 * kRowsOfBlock)
-    combine_few_kernel(const __grid_constant__ CombineParams a, unsigned rows) {
-  const unsigned at = blockIdx.x * kRowsOfBlock + threadIdx.x / 32;
-  // Likewise warps beyond the rows do not end before the shuffles.
+    combine_rows_kernel(const __grid_constant__ CombineParams a, unsigned rows) {
+  static_assert(Most <= 32);
+  __shared__ float weights[kRowsOfBlock][32];
+  const unsigned warp = threadIdx.x / 32, at = blockIdx.x * kRowsOfBlock + warp;
+  // Nor do warps beyond the rows end before the shuffles.
   const bool present = at < rows;
   const Row row(a, present ? at : rows - 1);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, first_column = lane * kColumns;
   ptx::griddepcontrol_wait();
-  const RowStatistics own = row.statistics(a, lane % kAtOnce);  // every kAtOnce lanes have all of them
+  float4 of_split[AtOnce];
+  const auto ask = [&](int split, int column) {
+#pragma unroll
+    for (int i = 0; i < AtOnce; ++i)
+      if (split + i < a.splits) of_split[i] = row.o(a, split + i, column);
+  };
+  ask(0, min(first_column, a.dim_v - kColumns));
+  const RowStatistics own = row.statistics(a, lane % Most);  // every `Most` lanes have all of them
   float origin = -INFINITY;
   take_origin(origin, own);
 #pragma unroll
-  for (int lanes = kAtOnce / 2; lanes; lanes /= 2) origin = fmaxf(origin, __shfl_xor_sync(~0u, origin, lanes));
+  for (int lanes = Most / 2; lanes; lanes /= 2) origin = fmaxf(origin, __shfl_xor_sync(~0u, origin, lanes));
   const float weight = weight_of(own, origin);
   float sum = weight;
 #pragma unroll
-  for (int lanes = kAtOnce / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  float weights[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) weights[i] = __shfl_sync(~0u, weight, i);
+  for (int lanes = Most / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
   const float scale = row.finish(a, origin, sum, __shfl_sync(~0u, own.row_bias, 0), present && lane == 0);
-#pragma unroll 1
-  for (int column = present ? lane * kColumns : a.dim_v; column < a.dim_v; column += 32 * kColumns) {
+  weights[warp][lane] = weight;
+  __syncwarp();
+  if (!present) return;
+  for (int column = first_column; column < a.dim_v; column += 32 * kColumns) {
     float4 o{};
+    for (int split = 0; split < a.splits; split += AtOnce) {
+      if (split > 0 || column > first_column) ask(split, column);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (i < a.splits) add(o, weights[i], row.o(a, i, column));
+      for (int i = 0; i < AtOnce; ++i)
+        if (split + i < a.splits) add(o, weights[warp][split + i], of_split[i]);
+    }
     row.write(a, column, times(o, scale));
   }
 }
 
-// More: a thread block computes a row. Groups of threads have all columns, and each sums every so many-th split. The
+// Else a thread block computes a row. Groups of threads have all columns, and each sums every so many-th split. The
 // first of o are on their way before the weights are known.
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kAtOnce = 8;
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams a) {
   __shared__ float weights[kMaxKeySplits], scale;
   __shared__ float4 sums[kThreads];
@@ -122,7 +133,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
   float4 first[kAtOnce];
 #pragma unroll
-  for (int n = 0; n < kAtOnce; ++n) first[n] = row.o(a, group + n * groups, column);
+  for (int n = 0; n < kAtOnce; ++n)
+    if (n * groups < a.splits) first[n] = row.o(a, group + n * groups, column);
   if (thread < 32) {
     constexpr int kOfLane = kMaxKeySplits / 32;
     RowStatistics of_lane[kOfLane];
@@ -159,10 +171,15 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 }  // namespace
 
 void combine(const CombineParams& a, cudaStream_t stream) {
+  constexpr unsigned kManyRows = 512;  // so many thread blocks would take turns
   const auto rows = static_cast<unsigned>(a.batch * a.heads * a.tokens);
-  if (a.splits <= kAtOnce)
-    launch_general_pdl(combine_few_kernel, dim3((rows + kRowsOfBlock - 1) / kRowsOfBlock), 32 * kRowsOfBlock, 0, stream,
-                       a, rows);
+  const auto by_rows = [&](auto* kernel) {
+    launch_general_pdl(kernel, dim3((rows + kRowsOfBlock - 1) / kRowsOfBlock), 32 * kRowsOfBlock, 0, stream, a, rows);
+  };
+  if (a.splits <= 8)
+    by_rows(combine_rows_kernel<8, 8>);
+  else if (rows > kManyRows ? a.splits <= 32 : a.splits <= 16 && a.dim_v <= 128)
+    by_rows(combine_rows_kernel<32, 16>);
   else
     launch_general_pdl(combine_kernel, dim3(rows), kThreads, 0, stream, a);
 }
