@@ -2,6 +2,7 @@
 // are split (flash-decoding). Both depend on the shape and the device alone.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 namespace octet::cuda {
@@ -36,28 +37,28 @@ struct SplitCosts {
 // Warps that share 16 rows wait for memory alone, as long as there are other thread blocks at all. The constants were
 // fitted to calls on an H200 (docs/experiments/2026-11-30-few-queries-of-many-tiles.md).
 inline SplitCosts split_costs(int room, int64_t rows, int keys) {
-  return {.block = 0.5,
-          .round = 6,
+  return {.block = 1,
+          .round = 10,
           .combine = 5,
-          .split = static_cast<double>(rows) / keys,
-          .waiting = room > 16 ? 0.5 : 0.};
+          .split = 1.5 * static_cast<double>(rows) / keys,
+          .waiting = room > 16 ? 0.6 : 0.};
 }
 
 // Returns into how many splits the keys of each tile of queries are divided. `blocks`: tiles of queries; `key_tiles`:
 // tiles of keys of the longest. There are no more splits than in kMaxRounds rounds of thread blocks, which bounds the
 // workspace, and none is empty where a tile of queries has `key_tiles` tiles of keys.
 inline int key_splits(int64_t blocks, int64_t key_tiles, const BlockSlots& slots, const SplitCosts& costs) {
-  constexpr double kAlone = 1.5;  // what a thread block takes that has a multiprocessor to itself
+  constexpr double kAlone = 1.65;  // what a thread block takes that has a multiprocessor to itself
   const auto each = static_cast<double>(slots.each);
+  const auto of_multiprocessor = [&](int64_t count) {
+    return static_cast<double>(count) / static_cast<double>(slots.multiprocessors);
+  };
   const auto time_of = [&](int64_t splits, int64_t tiles) {
     const int64_t all = blocks * splits, rest = all % slots.count();
-    const auto of_multiprocessor = [&](int64_t count) {
-      return static_cast<double>(count) / static_cast<double>(slots.multiprocessors);
-    };
     const int64_t whole_rounds = all / slots.count(), rounds = whole_rounds + (rest > 0);
     double tile = each * static_cast<double>(whole_rounds);
-    if (rest) {
-      const double last = of_multiprocessor(rest);
+    if (rest) {  // multiprocessors with one more than others end last, but the others leave them memory
+      const double mean = of_multiprocessor(rest), last = (mean + std::ceil(mean)) / 2;
       tile += std::max(std::min(kAlone, each), last * (1 + costs.waiting * (each - last) / each));
     }
     const double block = costs.block + (splits > 1 ? costs.split : 0);
