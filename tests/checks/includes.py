@@ -26,7 +26,7 @@ RULES = {
     "tests/emulator": [],  # the standard library, the toolkit and zstd
     "tests/fuzz": ["octet/", "fuzzer/"],
     "tests/gpu": ["octet/", "support/", "passes/", "gpu/", "gtest/"],
-    "tests/gpu/inside": ["octet/", "core/", "cuda/", "gtest/"],
+    "tests/gpu/inside": ["octet/", "core/", "cuda/", "gtest/", "nlohmann/"],
     "tests/install/outside": ["octet/"],
     "tests/laws": CABI_TESTS,
     "tests/misuse": CABI_TESTS,

@@ -74,7 +74,7 @@ __device__ void add(float4& o, float weight, const float4& x) {
 }
 __device__ float4 times(const float4& o, float x) { return {o.x * x, o.y * x, o.z * x, o.w * x}; }
 
-// Up to `Most` splits of many rows: a warp computes a row. The first of o are on their way before the weights are known.
+// Up to `Most` splits: a warp computes a row. The first of o are on their way before the weights are known.
 constexpr int kRowsOfBlock = 4;
 template <int Most, int AtOnce>
 __global__ void __launch_bounds__(32 * kRowsOfBlock)
