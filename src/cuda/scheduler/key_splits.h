@@ -23,8 +23,8 @@ struct BlockSlots {
   int64_t count() const { return multiprocessors * each; }
 };
 
-// What splits cost. The unit of time is what a multiprocessor takes for a tile of keys while it runs as many thread
-// blocks as it has places for.
+// The costs of splits. The unit of time is that of one tile of keys of one thread block on a multiprocessor whose
+// places are all taken: such a multiprocessor takes a unit for each of its places while all advance by one tile.
 struct SplitCosts {
   double block;    // a thread block starts
   double round;    // a further round of thread blocks starts
@@ -40,8 +40,8 @@ inline SplitCosts split_costs(int room, int64_t rows, int keys) {
   return {.block = 1,
           .round = 10,
           .combine = 5,
-          .split = 1.5 * static_cast<double>(rows) / keys,
-          .waiting = room > 16 ? 0.6 : 0.};
+          .split = 2 * static_cast<double>(rows) / keys,
+          .waiting = room > 16 ? 0.55 : 0.};
 }
 
 // Returns into how many splits the keys of each tile of queries are divided. `blocks`: tiles of queries; `key_tiles`:
@@ -57,7 +57,8 @@ inline int key_splits(int64_t blocks, int64_t key_tiles, const BlockSlots& slots
     const int64_t all = blocks * splits, rest = all % slots.count();
     const int64_t whole_rounds = all / slots.count(), rounds = whole_rounds + (rest > 0);
     double tile = each * static_cast<double>(whole_rounds);
-    if (rest) {  // multiprocessors with one more than others end last, but the others leave them memory
+    if (rest) {
+      // Multiprocessors that have one thread block more than others end last, but then have the memory for themselves.
       const double mean = of_multiprocessor(rest), last = (mean + std::ceil(mean)) / 2;
       tile += std::max(std::min(kAlone, each), last * (1 + costs.waiting * (each - last) / each));
     }

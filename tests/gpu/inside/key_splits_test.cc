@@ -55,7 +55,7 @@ TEST(KeySplits, KeysStayTogetherWhereThatIsFaster) {
 // A thread block more than run at a time would have the device to itself, for as long as the others took.
 TEST(KeySplits, AFewBlocksTooManyAreSplit) { EXPECT_GT(key_splits(400, 1024, kSlots, kCosts), 1); }
 
-// The splits that are chosen take at most 1 % more than the fastest ones on average, and an eighth in any problem.
+// The splits that are chosen take at most 1 % more than the fastest ones on average, and a tenth in any problem.
 TEST(KeySplits, TheFastestOfWhatWasMeasured) {
   const nlohmann::json measured = nlohmann::json::parse(std::ifstream(OCTET_MEASURED_SPLITS));
   const int64_t multiprocessors = measured.at("multiprocessors");
@@ -71,7 +71,7 @@ TEST(KeySplits, TheFastestOfWhatWasMeasured) {
     const auto fastest = std::min_element(time_of.begin(), time_of.end(),
                                           [](const auto& a, const auto& b) { return a.second < b.second; });
     const double loss = found->second / fastest->second - 1;
-    EXPECT_LE(loss, 0.125) << x.at("problem") << ": " << splits << " splits, " << fastest->first << " are the fastest";
+    EXPECT_LE(loss, 0.1) << x.at("problem") << ": " << splits << " splits, " << fastest->first << " are the fastest";
     lost += loss, ++problems;
   }
   EXPECT_GE(problems, 200);

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(32 * kRowsOfBlock)
   static_assert(Most <= 32);
   __shared__ float weights[kRowsOfBlock][32];
   const unsigned warp = threadIdx.x / 32, at = blockIdx.x * kRowsOfBlock + warp;
-  // Nor do warps beyond the rows end before the shuffles.
+  // Warps beyond the rows take part in the shuffles, too: behind a branch 8.0's shuffles are calls.
   const bool present = at < rows;
   const Row row(a, present ? at : rows - 1);
   const int lane = static_cast<int>(threadIdx.x) % 32, first_column = lane * kColumns;
@@ -171,7 +171,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 }  // namespace
 
 void combine(const CombineParams& a, cudaStream_t stream) {
-  constexpr unsigned kManyRows = 512;  // so many thread blocks would take turns
+  // With more rows a warp for each was faster than a thread block on an H200 (docs/kernels/few_queries.md).
+  constexpr unsigned kManyRows = 512;
   const auto rows = static_cast<unsigned>(a.batch * a.heads * a.tokens);
   const auto by_rows = [&](auto* kernel) {
     launch_general_pdl(kernel, dim3((rows + kRowsOfBlock - 1) / kRowsOfBlock), 32 * kRowsOfBlock, 0, stream, a, rows);
